@@ -1,7 +1,8 @@
-"""Training by DeePMD-kit and by calcops.train: the same frames, nets, steps, and one thread each.
+"""Training by DeePMD-kit and by calcops.train: the same frames, steps, and one thread each.
 
     python bench/bench_training.py [--folder build/train_potential/silicon] [--steps 12000]
-        [--embedding 24 24] [--axis 12] [--fitting 48 48] [--backends pt tf] [--keep NEW] [--compile]
+        [--models deep-potential nep] [--embedding 24 24] [--axis 12] [--fitting 48 48]
+        [--backends pt tf] [--keep NEW] [--compile]
 
 FOLDER has train.extxyz, held_out.extxyz and test.extxyz, which
 `python examples/silicon/make_frames.py silicon` writes; `silver-copper` are frames of
@@ -10,9 +11,16 @@ by each program's own code. DeePMD-kit gets the learning rates and the weights o
 documentation recommends, and counts sel itself. Each of its systems has the frames of one formula.
 calcops.train keeps its own rates and weights, and chooses its best model by held_out.extxyz.
 
+Deep Potentials have the nets of the options, and packages with --tabulated. A NEP has the defaults
+of calcops.train, and the cutoff of the options.
+
 The time is processor time, from the start of a program to its finished model: of calcops.train with
 its package, of DeePMD-kit's `train` and `freeze`. So other work of the machine hardly changes it.
-Needs deepmd-kit[torch] (for tf also deepmd-kit[cpu]) in an environment in build/deepmd/environment.
+For calcops.train there are also the processor time of a training step, the least of several rounds
+in which the models take turns, and that of an evaluation of energies, forces and virials of atoms
+by the package, for some 500 atoms.
+--backends needs deepmd-kit[torch] (for tf also deepmd-kit[cpu]) in an environment in
+build/deepmd/environment. Without a word it leaves DeePMD-kit out.
 """
 
 import argparse
@@ -23,18 +31,27 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from ase.calculators.singlepoint import SinglePointCalculator
 from bench_deepmd import DEEPMD_PYTHON, ROOT
+from calcops.potentials import load
+from calcops.train import __main__ as command
 from calcops.train.datasets import elements_of, frames_of, read
+from calcops.train.first_model import first_model
+from calcops.train.neighbours import neighbours, pair_vectors
+from calcops.train.trainer import Data, Trainer
 
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "DP_INTRA_OP_PARALLELISM_THREADS": "1",
     "DP_INTER_OP_PARALLELISM_THREADS": "1",
 }
+MODELS = {"deep-potential": "Deep Potential", "nep": "NEP"}
+ROUND = 20  # steps
 # Evaluates a model of DeePMD-kit in its own environment.
 PREDICT = """
 import sys
@@ -178,19 +195,74 @@ def train_deepmd(backend, labels, folder):
     return minutes, errors(labels, **predicted)
 
 
+def words_of(options, model):
+    """Return the options of calcops.train for a model."""
+    words = ["--model", model, "--cutoff", options.cutoff, "--steps", options.steps]
+    if model == "deep-potential":
+        words += ["--smooth", options.smooth, "--embedding", *options.embedding]
+        words += ["--axis", options.axis, "--fitting", *options.fitting, "--tabulated"]
+    return [str(word) for word in words]
+
+
 def train_calcops(options, folder, *words):
     """Return minutes and errors of calcops.train with these options."""
     words = [*words, options.folder / "train.extxyz"]
     words += ["--validate", options.folder / "held_out.extxyz"]
     words += ["--test", options.folder / "test.extxyz", "--folder", folder]
-    words += ["--cutoff", options.cutoff, "--smooth", options.smooth]
-    words += ["--embedding", *options.embedding, "--axis", options.axis]
-    words += ["--fitting", *options.fitting, "--steps", options.steps]
     start = processor_minutes()
     printed = run([sys.executable, "-W", "ignore", "-m", "calcops.train", *words], ROOT)
     minutes = processor_minutes() - start
     line = re.search(r"test frames: energy (\S+) \S+ force (\S+) \S+ virial (\S+)", printed)
     return minutes, [float(number) for number in line.groups()]
+
+
+def step_times(options, images):
+    """Return the processor time (ms) of a training step of each model, of which each takes turns.
+
+    It is the mean of a round of steps, of the quickest of several rounds.
+    """
+    trainers = {}
+    for model in options.models:
+        parsed = command.parse(["frames", *words_of(options, model)])
+        first, _ = first_model(images, parsed)
+        data = Data(frames_of(images, first.type_names), first)
+        trainers[model] = Trainer(first, data, steps=1000, seed=0)
+    least = {}
+    for _ in range(8):
+        for model, trainer in trainers.items():
+            start = time.process_time()
+            for _ in range(ROUND):
+                trainer.step()
+            taken = 1e3 * (time.process_time() - start) / ROUND
+            least[model] = min(taken, least.get(model, taken))
+    return least
+
+
+def evaluation_time(path, image):
+    """Return the least processor time (us an atom) of a package for a crystal of 512 atoms."""
+    package = load(path)
+    image = image.repeat((2, 2, 2))
+    frames = frames_of([image_of_zeros(image)], package.type_names)
+    list_neigh, shift = neighbours(frames["positions"], frames["cells"], package.cutoff)
+    Rij = pair_vectors(frames["positions"], list_neigh, shift)
+    times = []
+    for _ in range(20):
+        start = time.process_time()
+        package(frames["types"][0], list_neigh, Rij)
+        times.append(time.process_time() - start)
+    return 1e6 * min(times) / len(image)
+
+
+def crystal_of(images):
+    """Return the first frame that is periodic in three directions."""
+    return next(image for image in images if image.pbc.all())
+
+
+def image_of_zeros(image):
+    """Return a frame with labels of zero, which frames_of asks for."""
+    results = {"energy": 0.0, "forces": np.zeros((len(image), 3))}
+    image.calc = SinglePointCalculator(image, **results)
+    return image
 
 
 def main():
@@ -203,12 +275,14 @@ def main():
     parser.add_argument("--embedding", type=int, nargs="+", default=[24, 24])
     parser.add_argument("--axis", type=int, default=12)
     parser.add_argument("--fitting", type=int, nargs="+", default=[48, 48])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--keep", type=Path, help="a new folder for the trained models")
     parser.add_argument("--compile", action="store_true", help="also calcops.train --compile")
     parser.add_argument("--backends", nargs="*", choices=("pt", "tf"), default=["pt", "tf"])
     options = parser.parse_args()
     options.folder = options.folder.absolute()
-    if not DEEPMD_PYTHON.exists():
+    torch.set_num_threads(1)
+    if options.backends and not DEEPMD_PYTHON.exists():
         sys.exit("bench_training: no DeePMD-kit in build/deepmd/environment")
 
     train_images = read([options.folder / "train.extxyz"])
@@ -216,11 +290,19 @@ def main():
     test = frames_of(read([options.folder / "test.extxyz"]), type_names)
     labels = {key: value.numpy() for key, value in test.items()}
     rows = {}
+    costs = {}
     with tempfile.TemporaryDirectory() as temporary:
         work = options.keep.absolute() if options.keep else Path(temporary)
-        rows["calcops.train"] = train_calcops(options, work / "calcops")
-        if options.compile:
-            rows["calcops.train --compile"] = train_calcops(options, work / "compiled", "--compile")
+        steps = step_times(options, train_images)
+        for model in options.models:
+            words = words_of(options, model)
+            for switch in ["", "--compile"] if options.compile else [""]:
+                name = f"calcops.train, {MODELS[model]} {switch}".strip()
+                own = work / f"{model}{switch}"
+                rows[name] = train_calcops(options, own, *words, *switch.split())
+                if not switch:
+                    evaluation = evaluation_time(own / "model.pt2", crystal_of(train_images))
+                    costs[name] = f"{steps[model]:.1f} | {evaluation:.1f}"
         for backend in options.backends:
             folder = work / backend
             systems = write_systems(folder / "train", train_images, type_names)
@@ -233,10 +315,16 @@ def main():
     print(
         f"{options.folder.name}: {options.steps} steps, nets {options.embedding}, {options.fitting}"
     )
-    print("| | energy, meV/atom | force, meV/A | virial, meV/atom | processor time, minutes |")
-    print("|---|---|---|---|---|")
+    print(
+        "| trained by | energy, meV/atom | force, meV/A | virial, meV/atom "
+        "| processor time, minutes | a step, ms | evaluation, us an atom |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for name, (minutes, (energy, force, virial)) in rows.items():
-        print(f"| {name} | {energy:.2f} | {force:.1f} | {virial:.1f} | {minutes:.1f} |")
+        print(
+            f"| {name} | {energy:.2f} | {force:.1f} | {virial:.1f} | {minutes:.1f} "
+            f"| {costs.get(name, ' | ')} |"
+        )
 
 
 if __name__ == "__main__":

@@ -273,15 +273,19 @@ class Nep(torch.nn.Module):
         is_pair = (list_neigh >= 0) & (centres >= 0)
         return torch.where(is_pair, centres * len(self.type_names) + of_slots, -1)
 
-    def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
-        """Return energies, forces and virials, as Potential.forward of ../potentials/potential.py.
+    def environment(self, types, list_neigh, Rij):
+        """Return what `evaluate` needs: list_neigh, Rij and `kind` of atom_energies [B, n, K].
 
-        A type of -1 is no atom. Pairs may be in any order and at any distance.
+        Nothing of it depends on the parameters, so a training computes it once for each frame.
         """
+        types = types.expand(list_neigh.shape[0], types.shape[-1])
+        return list_neigh, Rij, self.kinds(types, list_neigh)
+
+    def evaluate(self, types, list_neigh, Rij, kind, nghost: int, create_graph: bool):
+        """Return the results of `forward` from those of `environment`."""
         B, n, K = list_neigh.shape
         natoms = n + nghost
         types = types.expand(B, types.shape[-1])
-        kind = self.kinds(types, list_neigh)
         if not create_graph:
             Rij = Rij.detach()
         d = Rij.flatten(0, 1)
@@ -310,6 +314,14 @@ class Nep(torch.nn.Module):
         force = force.view(B, natoms, 3)
         atom_virial = atom_virial.view(B, natoms, 3, 3)
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
+
+    def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
+        """Return energies, forces and virials, as Potential.forward of ../potentials/potential.py.
+
+        A type of -1 is no atom. Pairs may be in any order and at any distance.
+        """
+        list_neigh, Rij, kind = self.environment(types, list_neigh, Rij)
+        return self.evaluate(types, list_neigh, Rij, kind, nghost, create_graph)
 
 
 def splines_of_basis(cutoffs, count, cells):

@@ -1,1 +1,1 @@
-"""A Deep Potential, trained on frames and packaged."""
+"""Deep Potentials and NEPs, trained on frames and packaged."""

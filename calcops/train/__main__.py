@@ -1,6 +1,7 @@
-"""Train a Deep Potential on your own frames, by the force operators.
+"""Train a Deep Potential or a NEP on your own frames, by the force operators.
 
     python -m calcops.train frames.extxyz more.traj deepmd/data --folder water
+    python -m calcops.train frames.extxyz --model nep
     python -m calcops.train frames.extxyz --settings settings.toml --steps 100000
     torchrun --nproc-per-node 2 -m calcops.train frames.extxyz --batch 4
 
@@ -11,6 +12,8 @@ The results in --folder, `trained/water` for water.extxyz, are
     checkpoint.pt   the last state     log.csv      errors every --every steps
     model.npz       the best model     loss.png     errors of the training batches
     model.pt2       its package        parity.png   predictions over labels: --test, or held out
+
+The best model of --model nep is nep.txt, which GPUMD and NEP_CPU read, too.
 
 settings.toml has the options below as keys, with _ for -. Options of the command take precedence.
 """
@@ -29,17 +32,28 @@ from calcops.train import report
 from calcops.train.datasets import frames_of, is_lone_atom, read
 from calcops.train.first_model import first_model, pairs_of
 from calcops.train.trainer import Data, Trainer, kRates
-from calcops.train.training import Run, identity_of, locked
+from calcops.train.training import Run, identity_of, locked, option
 from torch import distributed
 
-# The model of a training without --start. sel is counted, and smooth is 0.7 of the cutoff.
-kModel = {
-    "cutoff": 5.0,
-    "smooth": None,
-    "sel": None,
-    "embedding": [24, 24],
-    "axis": 12,
-    "fitting": [48, 48],
+# The options of the model of a training without --start, by --model. Those that are None follow
+# from others: sel is counted, smooth is 0.7 of the cutoff, and the angular cutoff is the cutoff.
+kModels = {
+    "deep-potential": {
+        "cutoff": 5.0,
+        "smooth": None,
+        "sel": None,
+        "embedding": [24, 24],
+        "axis": 12,
+        "fitting": [48, 48],
+    },
+    "nep": {
+        "cutoff": 5.0,
+        "angular_cutoff": None,
+        "n_max": [8, 6],
+        "basis_size": [8, 8],
+        "l_max": [4, 0, 0],
+        "neurons": 40,
+    },
 }
 
 
@@ -54,7 +68,11 @@ def arguments():
     add("frames", nargs="*", help="files that ASE reads, folders of DeePMD-kit")
     add("--settings", type=Path, help="a TOML file")
     add("--folder", type=Path, help="for what is written; default: trained/NAME of the frames")
-    add("--start", type=Path, help="fine-tune this model: .npz, or DeePMD-kit's .pth, .pt, .dp")
+    add(
+        "--start",
+        type=Path,
+        help="fine-tune this model: .npz, DeePMD-kit's .pth, .pt, .dp, or nep.txt",
+    )
 
     add = parser.add_argument_group("the frames").add_argument
     add("--held-out", type=float, default=0.1, help="share of the frames that are not trained on")
@@ -65,7 +83,10 @@ def arguments():
     add("--virial-key", help="name of the virial (eV), in place of the stress")
 
     add = parser.add_argument_group("the model, unless --start gives it").add_argument
+    add("--model", choices=kModels, help="default: deep-potential; with --start nep.txt: nep")
     add("--cutoff", type=float, help="A; default: 5")
+
+    add = parser.add_argument_group("a Deep Potential, unless --start gives it").add_argument
     add("--smooth", type=float, help="A, where the cutoff begins; default: 0.7 of the cutoff")
     add(
         "--sel",
@@ -76,6 +97,24 @@ def arguments():
     add("--embedding", type=int, nargs="+", help="widths of the embedding nets; default: 24 24")
     add("--axis", type=int, help="columns of the descriptor's second factor; default: 12")
     add("--fitting", type=int, nargs="+", help="widths of the fitting nets; default: 48 48")
+
+    add = parser.add_argument_group("a NEP, unless --start gives it").add_argument
+    add("--angular-cutoff", type=float, help="A; default: the cutoff")
+    add(
+        "--n-max",
+        type=int,
+        nargs=2,
+        help="radial functions less 1, of the radial and the angular part; default: 8 6",
+    )
+    add("--basis-size", type=int, nargs=2, help="functions of their basis less 1; default: 8 8")
+    add(
+        "--l-max",
+        type=int,
+        nargs=3,
+        help="largest l of the three-body part, 2 for q_222 or 0, 1 for q_1111 or 0; "
+        "default: 4 0 0",
+    )
+    add("--neurons", type=int, help="of the net of each element; default: 40")
 
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=int, default=40000)
@@ -118,7 +157,8 @@ def parse(words):
     if options.folder is None:
         frames = Path(options.frames[0]).resolve()
         options.folder = Path("trained", frames.name if frames.is_dir() else frames.stem)
-    if options.start and options.start.resolve() == (options.folder / "model.npz").resolve():
+    best = {"nep": "nep.txt"}.get(options.model, "model.npz")
+    if options.start and options.start.resolve() == (options.folder / best).resolve():
         raise ValueError(f"expected another --folder than that of --start, got {options.folder}")
     return options
 
@@ -146,35 +186,95 @@ def set_model(options):
     """Give the options of the model that are absent their values.
 
     Raises:
-        ValueError: --start gives the model, and there are such options.
+        ValueError: such an option is of another model, or --start gives the model.
     """
-    given = [f"--{name}" for name in kModel if getattr(options, name) is not None]
+    set_kind(options)
+    own = kModels[options.model]
+    names = dict.fromkeys(name for model in kModels.values() for name in model)
+    given = [name for name in names if getattr(options, name) is not None]
     if options.start and given:
-        raise ValueError(f"expected no {' or '.join(given)} with --start, which gives the model")
-    for name, value in kModel.items():
+        words = " or ".join(map(option, given))
+        raise ValueError(f"expected no {words} with --start, which gives the model")
+    others = [name for name in given if name not in own]
+    if options.model == "nep":
+        others += [name for name in ("tabulated", "float32_nets") if getattr(options, name)]
+    if others:
+        words = " or ".join(map(option, others))
+        raise ValueError(f"expected no {words} with --model {options.model}")
+    for name, value in own.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.smooth is None:
         options.smooth = 0.7 * options.cutoff
+    if options.angular_cutoff is None:
+        options.angular_cutoff = options.cutoff
+
+
+def set_kind(options):
+    """Set the kind of the model, if the options have none: that of --start.
+
+    Raises:
+        ValueError: there is no such kind, or --start is of another one.
+    """
+    is_nep = options.start is not None and options.start.suffix == ".txt"
+    if options.model is None:
+        options.model = "nep" if is_nep else "deep-potential"
+    if options.model not in kModels:  # from a settings file
+        raise ValueError(f"expected --model {' or '.join(kModels)}, got {options.model}")
+    if options.start and is_nep != (options.model == "nep"):
+        kind = "a nep.txt" if options.model == "nep" else "a Deep Potential"
+        raise ValueError(
+            f"expected {kind} of --start with --model {options.model}, got {options.start}"
+        )
 
 
 def check(options):
     """Raise ValueError if an option is missing or wrong."""
     if not options.frames:
         raise ValueError("expected frames: files that ASE reads, or folders of DeePMD-kit")
-    for name in ("steps", "batch", "every", "axis", "cutoff", "smooth"):
+    sizes = ["steps", "batch", "every"]
+    if not options.start:
+        sizes += ["cutoff", "neurons"] if options.model == "nep" else ["cutoff", "axis", "smooth"]
+    for name in sizes:
         if not getattr(options, name) > 0:
             raise ValueError(f"expected --{name} > 0, got {getattr(options, name)}")
-    if not options.smooth < options.cutoff:
-        raise ValueError(f"expected --smooth < {options.cutoff:g}, got {options.smooth:g}")
     if not 0 < options.held_out < 1:
         raise ValueError(f"expected --held-out between 0 and 1, got {options.held_out:g}")
     if options.stress_key and options.virial_key:
         raise ValueError("expected --stress-key or --virial-key, got both")
+    if not options.start:
+        checks = {"nep": check_nep, "deep-potential": check_deep_potential}
+        checks[options.model](options)
+
+
+def check_deep_potential(options):
+    """Raise ValueError if an option of a Deep Potential is wrong."""
+    if not options.smooth < options.cutoff:
+        raise ValueError(f"expected --smooth < {options.cutoff:g}, got {options.smooth:g}")
     if options.axis > options.embedding[-1]:
         raise ValueError(
             f"expected --axis of at most {options.embedding[-1]}, the last width of --embedding, "
             f"got {options.axis}"
+        )
+
+
+def check_nep(options):
+    """Raise ValueError if an option of a NEP is wrong."""
+    if not 0 < options.angular_cutoff <= options.cutoff:
+        raise ValueError(
+            f"expected 0 < --angular-cutoff <= {options.cutoff:g}, got {options.angular_cutoff:g}"
+        )
+    for name in ("n_max", "basis_size"):
+        sizes = getattr(options, name)
+        if len(sizes) != 2 or min(sizes) < 0:
+            raise ValueError(f"expected {option(name)} of two numbers from 0 on, got {sizes}")
+    numbers = options.l_max
+    if len(numbers) != 3 or not 1 <= numbers[0] <= 4:
+        raise ValueError(f"expected --l-max from 1 to 4 and two flags, got {numbers}")
+    if numbers[1] not in (0, 2) or numbers[2] not in (0, 1) or (numbers[1] and numbers[0] < 2):
+        raise ValueError(
+            f"expected --l-max with 0 or 2 for q_222, which needs an l of 2, and 0 or 1 for "
+            f"q_1111, got {numbers}"
         )
 
 

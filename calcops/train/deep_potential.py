@@ -16,8 +16,8 @@ import torch
 from calcops.train import splines, tables
 from calcops.train.differences import differences
 from calcops.train.pairs import switch
+from calcops.train.weights import least_energies, save_npz, tensor
 from calcops.train.weights import net as net_of
-from calcops.train.weights import tensor
 
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
@@ -116,6 +116,35 @@ class DeepPotential(torch.nn.Module):
             f"of an atom, forces by {force:.0e} of the largest"
         )
         return model
+
+    file_name = "model.npz"  # of the best model of a training
+    shares = {}  # of Muon's rate, for parts of the model
+
+    @property
+    def most_neighbours(self):
+        """Return the largest number of neighbours of an atom that count."""
+        return sum(self.sel)
+
+    def settings(self):
+        """Return the attributes of the model that its weights do not contain."""
+        names = ("type_names", "cutoff", "rcut_smth", "axis_neuron", "sel")
+        return {name: getattr(self, name) for name in names}
+
+    @torch.no_grad()
+    def shift(self, types, differences):
+        """Add to the types' energies what comes nearest to `differences` [F] of frames' energies.
+
+        A type of -1 in types [F, n] is no atom.
+        """
+        self.bias_atom_e += least_energies(types, differences, len(self.sel))
+
+    def write(self, path):
+        """Write the model's weights, which load_npz reads."""
+        save_npz(self, path)
+
+    def from_file(self, path):
+        """Return the model that `write` wrote."""
+        return load_npz(path)
 
     @property
     def has_nets(self):

@@ -1,11 +1,13 @@
 """The model that a training begins with: a new one, or one that was trained before."""
 
 import torch
+from calcops.nep.nep_file import read
 from calcops.train.datasets import elements_of, frames_of
 from calcops.train.deep_potential import DeepPotential, load_npz
 from calcops.train.pairs import Pairs
+from calcops.train.trained_nep import TrainedNep, new_nep
 from calcops.train.trainer import Data
-from calcops.train.weights import initial, least_energies, standardise
+from calcops.train.weights import initial, standardise
 
 kMargin = 1.5  # of sel, in units of the largest number of neighbours in the frames
 
@@ -22,14 +24,7 @@ def first_model(images, options):
         ValueError: the frames, the options or the file of --start are wrong.
     """
     if options.start:
-        model = load_start(options.start)
-        frames = frames_of(images, model.type_names)
-        pairs = pairs_of(images, model)
-        shift_energies(model, Data(frames, model))
-        shortest = torch.from_numpy(pairs.shortest)
-        known = model.shortest
-        model.shortest = shortest if known is None else torch.minimum(known, shortest)
-        return model, pairs
+        return started(images, options)
     type_names = elements_of(images)
     frames = frames_of(images, type_names)
     pairs = Pairs(frames, sources_of(images), len(type_names), options.cutoff, options.smooth)
@@ -37,6 +32,8 @@ def first_model(images, options):
         raise ValueError(
             f"expected neighbours within --cutoff {options.cutoff:g} A, got none at all"
         )
+    if options.model == "nep":
+        return new_nep(frames, pairs, type_names, options), pairs
     sel = options.sel or [int(kMargin * count) + 1 for count in pairs.most]
     if len(sel) != len(type_names):
         raise ValueError(f"expected --sel for each of {' '.join(type_names)}, got {sel}")
@@ -51,14 +48,46 @@ def first_model(images, options):
     )
     model = DeepPotential(weights | {"shortest": pairs.shortest}, type_names)
     standardise(model, pairs)
-    model.bias_atom_e[:] = least_energies(frames["types"], frames["energy"], len(type_names))
+    model.shift(frames["types"], frames["energy"])
     return model, pairs
+
+
+def started(images, options):
+    """Return the model of --start, with the energies of the frames, and the Pairs of the frames."""
+    if options.model == "nep":
+        file = read_nep(options.start)
+        frames = frames_of(images, file.type_names)
+        cutoff = file.cutoffs.max()
+        pairs = Pairs(frames, sources_of(images), len(file.type_names), cutoff, 0.7 * cutoff)
+        model = TrainedNep(file, frames, pairs)
+        shift_energies(model, Data(frames, model))
+        return model, pairs
+    model = load_start(options.start)
+    frames = frames_of(images, model.type_names)
+    pairs = pairs_of(images, model)
+    shift_energies(model, Data(frames, model))
+    shortest = torch.from_numpy(pairs.shortest)
+    known = model.shortest
+    model.shortest = shortest if known is None else torch.minimum(known, shortest)
+    return model, pairs
+
+
+def read_nep(path):
+    """Return the NepFile of --start.
+
+    Raises:
+        ValueError: there is no such file, or it is no nep.txt.
+    """
+    if not path.exists():
+        raise ValueError(f"expected a model, got {path}")
+    return read(path)
 
 
 def pairs_of(images, model):
     """Return the Pairs of frames within the cutoff of a model."""
     frames = frames_of(images, model.type_names)
-    return Pairs(frames, sources_of(images), len(model.sel), model.cutoff, model.rcut_smth)
+    smooth = getattr(model, "rcut_smth", 0.7 * model.cutoff)  # where a Deep Potential's s(r) bends
+    return Pairs(frames, sources_of(images), len(model.type_names), model.cutoff, smooth)
 
 
 def sources_of(images):
@@ -97,5 +126,4 @@ def shift_energies(model, data):
         with torch.enable_grad():
             predicted = model.evaluate(types, *environment, 0, False)[0]
         differences.append(energy - predicted)
-    types = data.frames["types"]
-    model.bias_atom_e += least_energies(types, torch.cat(differences), len(model.sel))
+    model.shift(data.frames["types"], torch.cat(differences))

@@ -17,7 +17,8 @@ kGrid = 2.0**-20  # of entries of a gradient, in units of its norm
 def orthogonal(matrix):
     """Return a matrix with the singular vectors of `matrix`, and singular values near 1.
 
-    It computes in float32. The result has the type of `matrix`.
+    A stack of matrices [count, rows, columns] gives a stack. It computes in float32. The result has
+    the type of `matrix`.
 
     Entries are rounded to a grid first. Several processes sum a gradient in another order than one
     process does, so that it differs by rounding errors of float64. Conversion to float32 enlarges
@@ -26,15 +27,18 @@ def orthogonal(matrix):
     entries, so that this hardly ever happens.
     """
     a, b, c = kCoefficients
-    rows, columns = matrix.shape
-    X = matrix / matrix.norm().clamp(min=1e-7)
+    is_stack = matrix.dim() == 3
+    multiply_add = torch.baddbmm if is_stack else torch.addmm
+    size = matrix.norm(dim=(1, 2), keepdim=True) if is_stack else matrix.norm()
+    rows, columns = matrix.shape[-2:]
+    X = matrix / size.clamp(min=1e-7)
     X = ((X / kGrid).round() * kGrid).float()
     if rows > columns:
         X = X.mT
     for _ in range(kIterations):
         square = X @ X.mT
-        polynomial = torch.addmm(square, square, square, beta=b, alpha=c)
-        X = torch.addmm(X, polynomial, X, beta=a)
+        polynomial = multiply_add(square, square, square, beta=b, alpha=c)
+        X = multiply_add(X, polynomial, X, beta=a)
     if rows > columns:
         X = X.mT
     return X.to(matrix.dtype)
@@ -44,7 +48,7 @@ class Muon(torch.optim.Optimizer):
     """Steps of one length along all singular vectors of a gradient, with Nesterov's momentum.
 
     Args:
-        parameters: matrices.
+        parameters: matrices, or stacks of matrices [count, rows, columns].
         lr: the rate.
     """
 
@@ -62,6 +66,6 @@ class Muon(torch.optim.Optimizer):
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(parameter.grad, 1 - kMomentum)
                 direction = orthogonal(parameter.grad.lerp(momentum, kMomentum))
-                rows, columns = parameter.shape
+                rows, columns = parameter.shape[-2:]
                 scale = max(1, rows / columns) ** 0.5
                 parameter.add_(direction, alpha=-group["lr"] * scale)

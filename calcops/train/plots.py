@@ -35,7 +35,7 @@ def plot_parity(path, model, data):
 
     Args:
         path: of the picture.
-        model: a DeepPotential.
+        model: of first_model.
         data: the frames, a trainer.Data.
     """
     types, *environment, energy, force, virial = data[:]
@@ -61,7 +61,7 @@ def plot_parity(path, model, data):
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)
         axes.set(xlim=(low, high), ylim=(low, high), box_aspect=1)
         axes.set(title=f"{name}: RMSE {rmse:#.2g} {unit}")
-        axes.set(xlabel=f"label / ({unit})", ylabel=f"Deep Potential / ({unit})")
+        axes.set(xlabel=f"label / ({unit})", ylabel=f"potential / ({unit})")
     figure.savefig(path, dpi=120)
 
 

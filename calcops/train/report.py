@@ -23,7 +23,7 @@ def print_frames(images, virials, held_out, model, pairs):
         images: the frames.
         virials: their labels [F, 3, 3], NaN where there is none.
         held_out: the number of frames held out.
-        model: the DeepPotential at the start.
+        model: the model at the start.
         pairs: the Pairs of the frames.
     """
     counts = zip(model.type_names, pairs.most)
@@ -62,10 +62,11 @@ def print_overrun(model, pairs):
     """Warn of atoms with more neighbours than the model takes into account.
 
     Args:
-        model: the DeepPotential.
+        model: the model. That of a NEP takes all neighbours into account.
         pairs: the Pairs of frames.
     """
-    for name, allowed, most, source in zip(model.type_names, model.sel, pairs.most, pairs.crowded):
+    sel = getattr(model, "sel", pairs.most)
+    for name, allowed, most, source in zip(model.type_names, sel, pairs.most, pairs.crowded):
         if most > allowed:
             print(
                 f"warning: {most} neighbours {name} of an atom in {source}, and sel is {allowed}: "
@@ -74,12 +75,14 @@ def print_overrun(model, pairs):
 
 
 def print_model(model):
-    """Print the shortest pairs that a model was trained on, and its sel."""
+    """Print the shortest pairs that a model was trained on, and its sel if it has one."""
     lengths = []
     for (c, t), name in pair_names(model).items():
         shortest = model.shortest[c, t].item()
         lengths.append(f"{name} {shortest:.3g} A" if shortest < model.cutoff else f"{name} none")
     print(f"shortest pairs trained on: {', '.join(lengths)}")
+    if not hasattr(model, "sel"):
+        return
     rows = ", ".join(f"{name} {count}" for name, count in zip(model.type_names, model.sel))
     print(f"sel, the most neighbours that count: {rows}")
 

@@ -74,7 +74,7 @@ class Data:
 
     Args:
         frames: a dict of datasets.frames_of.
-        model: a DeepPotential.
+        model: of first_model. Its `environment` gives what its `evaluate` needs.
     """
 
     def __init__(self, frames, model):
@@ -82,7 +82,7 @@ class Data:
         self.model = model
         self.tensors = None
         # An environment has some 20 numbers of 8 bytes for each slot, 12 of them in R_d.
-        slots = frames["types"].numel() * sum(model.sel)
+        slots = frames["types"].numel() * model.most_neighbours
         if 8 * 20 * slots < kKeptBytes:
             self.tensors = self.environment(frames)
 
@@ -102,7 +102,7 @@ class Data:
             positions, frames["cells"], self.model.cutoff, types, frames.get("pbc")
         )
         Rij = pair_vectors(positions, list_neigh, shift)
-        device = self.model.davg.device
+        device = next(self.model.parameters()).device
         types, list_neigh, Rij = (tensor.to(device) for tensor in (types, list_neigh, Rij))
         labels = [frames[key].to(device) for key in ("energy", "force", "virial")]
         return [types, *self.model.environment(types, list_neigh, Rij), *labels]
@@ -115,14 +115,13 @@ class MeanSquares(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, types, list_neigh, Rij, kind, R, R_d, energy, force, virial, create_graph=True
-    ):
+    def forward(self, types, *tensors, create_graph=True):
         """Return the mean squares [3] for the tensors of Data, a frame in each row.
 
         A frame whose virial is NaN has no label. Its error of the virial counts as zero.
         """
-        predicted = self.model.evaluate(types, list_neigh, Rij, kind, R, R_d, 0, create_graph)
+        *environment, energy, force, virial = tensors
+        predicted = self.model.evaluate(types, *environment, 0, create_graph)
         predicted_energy, _, predicted_force, predicted_virial, _ = predicted
         natoms = (types >= 0).sum(-1)
         energy_error = (predicted_energy - energy) / natoms
@@ -155,12 +154,6 @@ def mean_of_processes(tensors):
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
-def settings_of(model):
-    """Return the attributes of a model that its weights do not contain."""
-    names = ("type_names", "cutoff", "rcut_smth", "axis_neuron", "sel")
-    return {name: getattr(model, name) for name in names}
-
-
 class Trainer:
     """Training on `batch` frames a step.
 
@@ -168,7 +161,7 @@ class Trainer:
     frames and take the same step, so that their weights stay equal to the bit.
 
     Args:
-        model: a DeepPotential.
+        model: of first_model.
         data: its Data.
         steps: the number of steps, over which the rate falls.
         seed: of the order of the frames.
@@ -193,14 +186,18 @@ class Trainer:
         self.steps = steps
         self.batch = batch
         self.rates = rates
-        self.weights = weights or loss_weights(data.frames, len(model.sel))
+        self.weights = weights or loss_weights(data.frames, len(model.type_names))
         self.share = slice(None)  # this process's frames of a batch
         if distributed.is_initialized():
             self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
         self.generator = torch.Generator().manual_seed(seed)
         self.mean_squares = MeanSquares(model)
-        self.parameters = dict(self.mean_squares.named_parameters())
-        self.optimizers = optimizers_of(self.parameters.values())
+        self.parameters = {
+            name: parameter
+            for name, parameter in self.mean_squares.named_parameters()
+            if parameter.requires_grad
+        }
+        self.optimizers = optimizers_of(self.parameters, model.shares)
         self.history = []  # mean squares of each step
         self.records = []  # what training.Run records, one list each time
         self.identity = {}  # of the training, which its checkpoints keep: training.identity_of
@@ -231,15 +228,14 @@ class Trainer:
 
     def update(self, rate):
         """Take one step of both optimizers with the parameters' gradients."""
-        muon, adam = self.optimizers
-        muon.param_groups[0]["lr"] = rate
-        adam.param_groups[0]["lr"] = kShareOfAdam * rate
         for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["share"] * rate
             optimizer.step()
 
     def settings(self):
         """Return what a checkpoint must have been made with to go on from it, by name."""
-        return self.identity | settings_of(self.model)
+        return self.identity | self.model.settings()
 
     def save(self, path):
         """Write a checkpoint: the model, the optimizers, what they did and the random numbers."""
@@ -278,15 +274,26 @@ class Trainer:
         self.generator.set_state(state["generator"])
 
 
-def optimizers_of(parameters):
+def optimizers_of(parameters, shares):
     """Return the optimizers of parameters: Muon for matrices, Adam for the others.
 
     The descriptor's components are nearly collinear. Adam alone is slow then. Muon takes equal
     steps along all singular vectors.
+
+    Args:
+        parameters: by name.
+        shares: rates in units of Muon's, of matrices whose names have a word of this dict.
     """
-    matrices = []
+    matrices = {}
     others = []
-    for parameter in parameters:
-        is_matrix = parameter.dim() == 2 and min(parameter.shape) > 1
-        (matrices if is_matrix else others).append(parameter)
-    return [Muon(matrices), torch.optim.Adam(others, betas=(0.9, 0.99), fused=True)]
+    for name, parameter in parameters.items():
+        if parameter.dim() > 1 and min(parameter.shape[-2:]) > 1:
+            share = next((share for word, share in shares.items() if word in name), 1.0)
+            matrices.setdefault(share, []).append(parameter)
+        else:
+            others.append(parameter)
+    groups = [{"params": group, "share": share} for share, group in matrices.items()]
+    adam = torch.optim.Adam(
+        [{"params": others, "share": kShareOfAdam}], betas=(0.9, 0.99), fused=True
+    )
+    return [Muon(groups), adam]

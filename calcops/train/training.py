@@ -12,13 +12,18 @@ import torch
 from calcops.potentials.package import save
 from calcops.train import report
 from calcops.train.datasets import frames_of
-from calcops.train.deep_potential import load_npz, quick_form
+from calcops.train.deep_potential import quick_form
 from calcops.train.plots import plot_loss, plot_parity
 from calcops.train.trainer import Data, MeanSquares
-from calcops.train.weights import save_npz
 from tqdm import tqdm
 
 kColumns = "step rate energy force virial held_out_energy held_out_force held_out_virial".split()
+
+# The options of a model that it does not know itself, by --model.
+kIdentity = {
+    "deep-potential": ["embedding", "axis", "fitting"],
+    "nep": ["n_max", "basis_size", "neurons"],
+}
 
 
 @contextmanager
@@ -58,10 +63,10 @@ def identity_of(data, held_out, options):
         held_out: those held out.
         options: those of the command.
     """
-    names = ["batch", "rates", "weights", "seed"]
+    names = ["model", "batch", "rates", "weights", "seed"]
     if not options.start:
-        names += ["embedding", "axis", "fitting"]
-    identity = {f"--{name}": as_list(getattr(options, name)) for name in names}
+        names += kIdentity[options.model]
+    identity = {option(name): as_list(getattr(options, name)) for name in names}
     identity["--start"] = options.start is not None
     if options.start:
         identity["weights of --start"] = digest(options.start.read_bytes())
@@ -73,6 +78,11 @@ def identity_of(data, held_out, options):
             *(frames[key] for key in ("energy", "force", "virial"))
         )
     return identity
+
+
+def option(name):
+    """Return the option of the command for a name of its settings."""
+    return f"--{name.replace('_', '-')}"
 
 
 def as_list(value):
@@ -146,6 +156,7 @@ class Run:
         self.options = options
         self.folder = options.folder
         self.checkpoint = self.folder / "checkpoint.pt"
+        self.best = self.folder / trainer.model.file_name
         self.least_loss = float("inf")
         self.has_no_virial = has_no_virial(held_out)
 
@@ -167,7 +178,7 @@ class Run:
             ) from None
         for *_, energy, force, virial in self.trainer.records:
             self.least_loss = min(self.least_loss, self.loss((energy, force, virial)))
-        best = self.folder / "model.npz"
+        best = self.best
         if np.isfinite(self.least_loss) and not best.exists():
             raise ValueError(
                 f"expected {best}, the best model until now, beside {self.checkpoint}; "
@@ -232,7 +243,7 @@ class Run:
         self.write_log()
         if self.loss(errors) < self.least_loss:
             self.least_loss = self.loss(errors)
-            save_npz(self.trainer.model, self.folder / "model.npz")
+            self.trainer.model.write(self.best)
         self.trainer.save(self.checkpoint)
         return errors
 
@@ -256,11 +267,11 @@ class Run:
             ValueError: there is no best model, because all errors were NaN or infinite.
         """
         folder = self.folder
-        if not np.isfinite(self.least_loss):  # model.npz may be of another training
+        if not np.isfinite(self.least_loss):  # the file may be of another training
             raise ValueError(
                 f"expected errors that are numbers, got {folder}/log.csv: smaller --rates"
             )
-        model = load_npz(folder / "model.npz")
+        model = self.trainer.model.from_file(self.best)
         self.write_log()  # it may have been removed since
         plot_loss(folder / "loss.png", self.trainer.history)
         images = test or held_out

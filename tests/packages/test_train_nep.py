@@ -1,0 +1,257 @@
+"""python -m calcops.train --model nep: it learns, resumes, and writes a nep.txt with its results."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+for name in ("ase", "vesin", "matplotlib", "tqdm"):
+    pytest.importorskip(name)
+
+from ase.build import bulk  # noqa: E402
+from ase.calculators.emt import EMT  # noqa: E402
+from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
+from ase.io import write  # noqa: E402
+from calcops.ase import CalcOps  # noqa: E402
+from calcops.nep import load  # noqa: E402
+from calcops.nep.nep_file import read  # noqa: E402
+from calcops.nep.nep_file import write as write_nep  # noqa: E402
+from calcops.potentials import package  # noqa: E402
+from calcops.train import __main__ as command  # noqa: E402
+from calcops.train import training  # noqa: E402
+from calcops.train.datasets import frames_of  # noqa: E402
+from calcops.train.first_model import first_model  # noqa: E402
+from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "tests/packages/nep_models"
+SMALL = "--model nep --cutoff 4 --angular-cutoff 3.5 --n-max 3 2 --basis-size 5 4".split()
+SMALL += "--l-max 3 2 1 --neurons 6 --steps 20 --every 10".split()
+
+
+def image(number, calculator=None, copies=1):
+    """Return a disturbed crystal of copper and gold with labels, by EMT unless told otherwise."""
+    random = np.random.default_rng(number)
+    atoms = bulk("Cu", "fcc", a=3.8, cubic=True).repeat((1, 1, copies))
+    atoms.symbols[random.random(len(atoms)) < 0.5] = "Au"
+    atoms.symbols[:2] = "Cu", "Au"
+    atoms.rattle(0.1, rng=random)
+    atoms.calc = calculator or EMT()
+    labels = {name: atoms.calc.get_property(name, atoms) for name in ("energy", "forces", "stress")}
+    atoms.calc = SinglePointCalculator(atoms, **labels)
+    return atoms
+
+
+@pytest.fixture(scope="module")
+def images():
+    return [image(number, copies=1 + number % 2) for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch, tmp_path, images):
+    """Work in a folder with frames, and let archives stand for packages, which take a minute."""
+    monkeypatch.chdir(tmp_path)
+    write("frames.extxyz", images)
+    monkeypatch.setattr(
+        training, "save", lambda model, path: package.save(model, path.with_suffix(".pt"))
+    )
+
+
+def run(*words):
+    command.main([str(word) for word in words])
+
+
+def model_of(images, *words):
+    return first_model(images, command.parse(["frames.extxyz", *SMALL, *words]))[0]
+
+
+def results_of(model, images):
+    """Return energy, forces and virial of each frame."""
+    model.most_neighbours = 100  # what Data asks for, and a Nep of a file does not know
+    data = Data(frames_of(images, model.type_names), model)
+    results = []
+    for b in range(len(data)):
+        types, *environment, _, _, _ = data[b : b + 1]
+        energy, _, force, virial, _ = model.evaluate(types, *environment, 0, False)
+        results.append((energy, force, virial))
+    return results
+
+
+def assert_same(results, others, tolerance=1e-9):
+    for frame, other in zip(results, others, strict=True):
+        size = max(expected.abs().max().item() for expected in other)
+        for result, expected in zip(frame, other, strict=True):
+            torch.testing.assert_close(result, expected, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("words", ["", "--l-max 4 0 0 --n-max 6 6", "--l-max 2 2 0"])
+def test_the_file_has_the_results_of_the_model(words, images):
+    model = model_of(images, *words.split())
+    with torch.no_grad():  # parameters that no statistics make exact
+        for number, parameter in enumerate(model.parameters()):
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.sin(number + torch.arange(parameter.numel())).view_as(
+                    parameter
+                )
+    model.write("nep.txt")
+    assert_same(results_of(load("nep.txt"), images), results_of(model, images))
+
+
+def test_the_gradients_are_those_of_finite_differences(images):
+    model = model_of(images)
+    data = Data(frames_of(images[:2], model.type_names), model)
+    trainer = Trainer(model, data, steps=1, seed=0, batch=2)
+    weights = 1.0, 2.0, 3.0
+    batch = data[:]
+    _, gradients = differentiate(trainer.mean_squares, trainer.parameters, *batch, weights=weights)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"radial_c", "angular_c", "w0", "b0", "w1", "bias"}
+
+    def loss():
+        return (trainer.mean_squares(*batch).detach() * torch.tensor(weights)).sum().item()
+
+    for (name, parameter), gradient in zip(trainer.parameters.items(), gradients):
+        direction = torch.sin(1 + torch.arange(parameter.numel())).view_as(parameter)
+        step = 1e-5
+        losses = []
+        for sign in (1, -2, 1):
+            with torch.no_grad():
+                parameter += sign * step * direction
+            losses.append(loss())
+        difference = (losses[0] - losses[1]) / (2 * step)
+        along = (gradient * direction).sum().item()
+        assert along == pytest.approx(difference, rel=1e-4, abs=1e-6), name
+
+
+def test_a_training_learns_and_its_files_run_in_ase(images, capsys):
+    run("frames.extxyz", *SMALL, "--steps", 150, "--every", 50, "--folder", "out")
+    printed = capsys.readouterr().out
+    assert "shortest pairs trained on: Cu-Cu" in printed
+    assert "sel" not in printed
+    history = np.array(torch.load("out/checkpoint.pt")["history"])
+    assert history[-30:, 1].mean() < 0.2 * history[:10, 1].mean()
+    assert {path.name for path in Path("out").iterdir()} == {
+        *("checkpoint.pt", "log.csv", "loss.png", "parity.png", "nep.txt", "model.pt")
+    }
+    packaged = package.load("out/model.pt")
+    from_file = load("out/nep.txt")
+    assert packaged.shortest.shape == (2, 2)
+    atoms = images[0].copy()
+    results = []
+    for potential in (packaged, from_file):
+        atoms.calc = CalcOps(potential)
+        results.append((atoms.get_potential_energy(), atoms.get_forces(), atoms.get_stress()))
+    for result, other in zip(*results):
+        np.testing.assert_allclose(result, other, rtol=1e-9, atol=1e-9)
+    error = results[0][1] - images[0].get_forces()
+    assert np.sqrt(np.square(error).mean()) < 0.5 * images[0].get_forces().std()
+
+
+def test_a_training_that_was_stopped_ends_bit_for_bit_as_without_the_stop(monkeypatch):
+    run("frames.extxyz", *SMALL, "--folder", "whole")
+    step = Trainer.step
+
+    def stop(trainer):
+        if len(trainer.history) == 13:
+            raise KeyboardInterrupt
+        step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", stop)
+    with pytest.raises(SystemExit, match="stopped after 13 of 20 steps"):
+        run("frames.extxyz", *SMALL, "--folder", "stopped")
+    monkeypatch.setattr(Trainer, "step", step)
+    run("frames.extxyz", *SMALL, "--folder", "stopped")
+    ours, expected = (torch.load(f"{folder}/checkpoint.pt") for folder in ("stopped", "whole"))
+    assert ours["history"] == expected["history"]
+    for key, value in expected["model"].items():
+        assert torch.equal(ours["model"][key], value), key
+    assert Path("stopped/nep.txt").read_bytes() == Path("whole/nep.txt").read_bytes()
+
+
+def test_two_processes_have_the_losses_of_one():
+    command_of = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = (
+        "import sys; from calcops.train import __main__, training; "
+        "training.save = lambda model, path: None; __main__.main(sys.argv[1:])"
+    )
+    Path("train.py").write_text(script)
+    words = ["train.py", "frames.extxyz", *SMALL, "--batch", "2", "--folder"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command_of, "--nproc-per-node", "2", *words, "two"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    run(*words[1:], "one")
+    one, two = (np.array(torch.load(f"{n}/checkpoint.pt")["history"]) for n in ("one", "two"))
+    np.testing.assert_allclose(two, one, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["nep4_types", "nep3"])
+def test_fine_tuning_starts_with_the_results_of_the_file(name):
+    file = read(MODELS / f"{name}.txt")
+    chosen = file.of_types(file.type_names[:2])
+    names = {"Ag": "Au"}
+    chosen.type_names = [names.get(own, own) for own in chosen.type_names]
+    if name == "nep3":
+        chosen.type_names = ["Cu", "Au"]
+    write_nep(chosen, "start.txt")
+    before = load("start.txt")
+    images = [image(number, CalcOps(before)) for number in range(4)]
+    model, _ = first_model(images, command.parse(["frames.extxyz", "--start", "start.txt"]))
+    assert_same(results_of(model, images), results_of(before, images), 1e-8)
+    squares = MeanSquares(model)(*Data(frames_of(images, model.type_names), model)[:])
+    assert squares.max() < 1e-14
+    model.write("again.txt")
+    after = load("again.txt")
+    assert_same(results_of(after, images), results_of(before, images), 1e-8)
+    model.write("twice.txt")  # and a second start does not add a neuron again
+    again, _ = first_model(images, command.parse(["frames.extxyz", "--start", "again.txt"]))
+    assert len(again.file().b0[0]) == len(model.file().b0[0])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    {
+        "--model nep --start model.npz": "expected a nep.txt of --start with --model nep",
+        "--model deep-potential --start nep.txt": "expected a Deep Potential of --start",
+        "--start nep.txt --cutoff 5": "expected no --cutoff with --start, which gives the model",
+        "--start nep.txt --n-max 3 3": "expected no --n-max with --start",
+        "--model nep --embedding 4 8": "expected no --embedding with --model nep",
+        "--neurons 8": "expected no --neurons with --model deep-potential",
+        "--model nep --tabulated": "expected no --tabulated with --model nep",
+        "--model nep --cutoff 4 --angular-cutoff 5": "expected 0 < --angular-cutoff <= 4, got 5",
+        "--model nep --l-max 5 0 0": "expected --l-max from 1 to 4",
+        "--model nep --l-max 1 2 0": "expected --l-max with 0 or 2 for q_222",
+        "--model nep --n-max -1 4": "expected --n-max of two numbers from 0 on",
+        "--model nep --neurons 0": "expected --neurons > 0, got 0",
+    }.items(),
+)
+def test_wrong_options_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        command.parse(["frames.extxyz", *words.split()])
+
+
+def test_a_start_without_the_elements_of_the_frames_is_refused():
+    with pytest.raises(ValueError, match="expected Si, got Au, Cu in frames.extxyz"):
+        run("frames.extxyz", "--start", MODELS / "nep4.txt")
+    Path("bad.txt").write_text("not a model\n")
+    with pytest.raises(ValueError, match="bad.txt: expected nep3, nep3_zbl"):
+        run("frames.extxyz", "--start", "bad.txt")
+    with pytest.raises(ValueError, match="expected a model, got none.txt"):
+        run("frames.extxyz", "--start", "none.txt")
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    run("frames.extxyz", *SMALL, "--folder", "out")
+    with pytest.raises(ValueError, match="its --neurons is 6, not 5"):
+        run("frames.extxyz", *SMALL, "--folder", "out", "--neurons", 5)
+    with pytest.raises(ValueError, match="its --model is nep, not deep-potential"):
+        run("frames.extxyz", "--cutoff", 4, "--steps", 20, "--folder", "out")
