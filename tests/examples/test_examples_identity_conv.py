@@ -123,6 +123,7 @@ for run in (exported.module(), torch.export.load(file).module(), compiled):
 """
 
 
+@pytest.mark.long
 def test_an_operator_that_takes_the_object_exports_only_with_a_fake_in_python(example):
     def run(first_line):
         command = [sys.executable, "-c", EXPORT_WITH_AN_OBJECT.format(first_line)]

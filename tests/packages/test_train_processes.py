@@ -36,14 +36,15 @@ def frames(tmp_path_factory):
     return path
 
 
-def start(frames, folder, processes, *options):
+def start(frames, folder, processes, *options, restarts=1):
     """Start a training by torchrun, and return its process.
 
     torchrun starts all processes again if one dies. One may die because Gloo aborts a process whose
     peer ends at the wrong moment (https://github.com/pytorch/gloo/issues/514).
     """
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    launcher += ["--max-restarts", "1", "-m", "calcops.train", str(frames), "--folder", str(folder)]
+    launcher += ["--max-restarts", str(restarts)]
+    launcher += ["-m", "calcops.train", str(frames), "--folder", str(folder)]
     words = [sys.executable, "-m", *launcher, "--cutoff", "4.2", *map(str, options)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -114,7 +115,7 @@ def test_one_of_two_processes_writes_the_files(trained):
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused(frames, tmp_path):
-    process = start(frames, tmp_path / "new", 2, "--batch", 3)
+    process = start(frames, tmp_path / "new", 2, "--batch", 3, restarts=0)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     assert "calcops.train: expected a --batch that 2 processes can share, got 3" in err
