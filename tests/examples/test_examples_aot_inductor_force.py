@@ -20,6 +20,9 @@ sys.path.append(str(FOLDER))
 from calcops.potentials.potential import describe  # noqa: E402
 from energy_model import EnergyModel  # noqa: E402
 
+# test_train_own_frames.py runs a package, and test_library.py a C++ host.
+pytestmark = pytest.mark.long
+
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | {
     "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 }
@@ -164,7 +167,6 @@ def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
     assert not re.search(r"libpython|libtorch_python|not found", needed)
 
 
-@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
 def test_the_portable_package_gives_the_same_and_has_no_instruction_beyond_avx2(ran, build):
     if not hasattr(config.cpp, "march"):

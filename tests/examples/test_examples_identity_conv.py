@@ -5,7 +5,6 @@ import copy
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +123,7 @@ for run in (exported.module(), torch.export.load(file).module(), compiled):
 """
 
 
+@pytest.mark.long
 def test_an_operator_that_takes_the_object_exports_only_with_a_fake_in_python(example):
     def run(first_line):
         command = [sys.executable, "-c", EXPORT_WITH_AN_OBJECT.format(first_line)]
@@ -201,26 +201,6 @@ def test_program_and_library_need_neither_python_nor_a_search_path(packages, exa
         ).stdout
         assert "libtorch_cpu.so" in needed
         assert not re.search(r"libpython|libtorch_python|not found", needed)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
-def test_the_portable_package_has_no_instruction_beyond_avx2(packages, example):
-    if not hasattr(example.config.cpp, "march"):
-        pytest.skip(f"PyTorch {torch.__version__} always compiles for the processor it runs on")
-    if not shutil.which("objdump"):
-        pytest.skip("no objdump")
-    _, out, _ = packages
-
-    def registers_of_avx512(package):
-        shutil.unpack_archive(out / package, out / f"{package}.d", "zip")
-        (library,) = (out / f"{package}.d").rglob("*.so")
-        code = subprocess.getoutput(f"objdump -d {library}")
-        return re.findall("%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", code)
-
-    assert not registers_of_avx512("portable.pt2")
-    if "avx512vl" in Path("/proc/cpuinfo").read_text():
-        assert registers_of_avx512("native.pt2"), "the native package uses AVX-512"
 
 
 @pytest.mark.long

@@ -14,11 +14,6 @@ from calcops_jit import calculateForce, calculateVirial
 NAMESPACES = ["CalcOps", "CalcOps_cuda", "CalcOps_cpu"]
 
 
-def center_term(list_neigh, dE, Ri_d):
-    on_neighbors = reference.force(list_neigh, dE, Ri_d, center=False)
-    return reference.force(list_neigh, dE, Ri_d) - on_neighbors
-
-
 @pytest.mark.parametrize("nghost", [None, 0, 2])
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_calculate_force_adds_the_neighbours_part_to_the_callers_centre_term(
@@ -63,20 +58,6 @@ def test_first_and_second_derivatives_of_both_are_right_for_every_input(device):
     for function, inputs in ((force, (*leaves[:2], F)), (virials, leaves)):
         assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True)
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
-
-
-@pytest.mark.parametrize("attached", [True, False])
-def test_the_gradient_of_the_centre_term_is_the_identity(attached):
-    # MatPL's operator adds the gradient of F to the gradient of dE, and returns none for F. The
-    # total is the same if F depends on dE in the graph, and wrong if F is detached.
-    list_neigh, dE, Ri_d, _ = differentiable_pairs(nghost=0)
-    F = center_term(list_neigh, dE, Ri_d)
-    (force,) = calculateForce(list_neigh, dE, Ri_d, F if attached else F.detach())
-    upstream = torch.randn_like(force)
-    (gradient,) = torch.autograd.grad(force, dE, upstream)
-    reference_force = reference.force(list_neigh, dE, Ri_d, center=attached)
-    (expected,) = torch.autograd.grad(reference_force, dE, upstream)
-    torch.testing.assert_close(gradient, expected)
 
 
 def test_opcheck_and_export_pass_without_a_ghost_tensor(device):
@@ -144,9 +125,7 @@ def test_archives_with_four_and_with_five_tensors_load(model, extra):
         assert_equal_lists(gradients, expected_gradients, rtol=0, atol=0)
 
 
-# ---- faults of MatPL's src/op --------------------------------------------------------------------
-
-
+# MatPL's own operators return zeros here.
 def test_a_wrong_dtype_is_an_error_and_not_zeros():
     list_neigh, dE, Ri_d, _ = pairs(nghost=0)
     F = torch.zeros(3, 5, 3, dtype=torch.float64)
@@ -154,50 +133,6 @@ def test_a_wrong_dtype_is_an_error_and_not_zeros():
         calculateForce(list_neigh, dE.half(), Ri_d, F)
     with pytest.raises(RuntimeError, match="expected `F` of dtype Double like `dE`, got Float"):
         calculateForce(list_neigh, dE, Ri_d, F.float())
-
-
-def test_the_cpu_version_returns_a_defined_tensor():
-    list_neigh, dE, Ri_d, _ = pairs(nghost=0)
-    F = torch.zeros(3, 5, 3, dtype=torch.float64)
-    (force,) = torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, F)
-    assert force.count_nonzero() > 0
-
-
-def test_each_frame_of_a_batch_with_ghosts_is_right_by_itself(device):
-    list_neigh, dE, Ri_d, Rij = pairs(device=device)
-    F = torch.randn(3, 5, 3, dtype=torch.float64, device=device)
-    nghost = torch.tensor(2)
-    (batch,) = calculateForce(list_neigh, dE, Ri_d, F, nghost)
-    for b in range(3):
-        one = [x[b : b + 1] for x in (list_neigh, dE, Ri_d, F)]
-        assert torch.equal(batch[b : b + 1], calculateForce(*one, nghost)[0])
-
-
-def test_a_ghosts_gradient_goes_to_the_pairs_that_name_the_ghost():
-    # MatPL adds it to the local atom j % natoms.
-    list_neigh = torch.tensor([[[1, 3]]]).repeat(1, 3, 1)  # n = 3, so atom 3 is a ghost
-    dE = torch.ones(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
-    Ri_d = torch.ones(1, 3, 8, 3, dtype=torch.float64)
-    F = torch.zeros(1, 3, 3, dtype=torch.float64)
-    (force,) = calculateForce(list_neigh, dE, Ri_d, F, torch.tensor(1))
-    (gradient,) = torch.autograd.grad(force[0, 3].sum(), dE)
-    assert (gradient[:, :, 1] == 3).all()
-    assert (gradient[:, :, 0] == 0).all()
-
-
-def test_every_input_has_a_gradient_that_is_not_zero():
-    list_neigh, dE, Ri_d, Rij = differentiable_pairs(nghost=0)
-    F = torch.zeros(3, 5, 3, dtype=torch.float64, requires_grad=True)
-    (force,) = calculateForce(list_neigh, dE, Ri_d, F)
-    _, atom_virial = calculateVirial(list_neigh, dE, Rij, Ri_d)
-    for gradient in torch.autograd.grad(force.square().sum(), (dE, Ri_d, F)):
-        assert gradient.count_nonzero() > 0
-    for gradient in torch.autograd.grad(atom_virial.square().sum(), (dE, Ri_d, Rij)):
-        assert gradient.count_nonzero() > 0
-
-
-# Two more faults have their tests elsewhere: the limit of 65,535 atoms in test_force.py, and the
-# use of the default stream in test_force_cuda.py.
 
 
 # ---- errors --------------------------------------------------------------------------------------

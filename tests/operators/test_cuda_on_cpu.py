@@ -4,6 +4,7 @@ that the emulation finds faults that are put into the kernels.
 This needs neither a GPU nor nvcc; see tests/operators/cuda_on_cpu/README.md.
 """
 
+import fcntl
 import os
 import re
 import subprocess
@@ -152,7 +153,7 @@ def files():
     for operator in sorted(operators):
         if not list(TESTS.glob(f"test_{operator}*_cuda_kernels.py")):
             paths += sorted(TESTS.glob(f"test_{operator}*.py"))
-    return paths
+    return tuple(paths)
 
 
 def in_its_folder(test):
@@ -161,25 +162,48 @@ def in_its_folder(test):
     return file.parent / test
 
 
-class Emulation:
-    """A checkout with emulated kernels, in which as many processes run tests as there are CPUs."""
+def update(folder, source):
+    """Make the files of `folder` those of `source`. Files that are equal already stay as they are."""
+    names = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    for path in folder.rglob("*"):
+        if path.suffix != ".pyc" and path.is_file() and path.relative_to(folder) not in names:
+            path.unlink()
+    for name in names:
+        content = (source / name).read_bytes()
+        path = folder / name
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
-    def __init__(self, folder):
-        self.folder = folder
+
+class Emulation:
+    """A checkout with emulated kernels, in which as many processes run tests as there are CPUs.
+
+    The checkout stays in build/, so that the loader compiles only what has changed.
+    """
+
+    folder = rewrite.ROOT / "build" / "cuda_on_cpu"
+
+    def __init__(self, results):
+        self.results = results
         self.runs = {}
         self.pool = ThreadPoolExecutor(os.cpu_count())
-        rewrite.write_checkout(folder, [fault for fault, _, _ in FAULTS.values()])
-        built = self.python("-c", "import calcops_jit; calcops_jit.library_path()")
+        rewrite.write_checkout(results / "new", [fault for fault, _, _ in FAULTS.values()])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            update(self.folder, results / "new")
+            built = self.python("-c", "import calcops_jit; calcops_jit.library_path()")
         assert built.returncode == 0, built.stdout
 
-    def start(self, test, fault):
-        """Return the future of run(test, fault), which is started once.
+    def start(self, tests, fault):
+        """Return the future of run(tests, fault), which is started once.
 
-        `test` is a file or one test of it. `fault` is the number of a fault, or 0 for none.
+        `tests` are files, or single tests of files. `fault` is its number, or 0 for none.
         """
-        if (test, fault) not in self.runs:
-            self.runs[test, fault] = self.pool.submit(self.run, test, fault)
-        return self.runs[test, fault]
+        if (tests, fault) not in self.runs:
+            self.runs[tests, fault] = self.pool.submit(self.run, tests, fault)
+        return self.runs[tests, fault]
 
     def python(self, *arguments, **environment):
         emulation = {
@@ -193,14 +217,14 @@ class Emulation:
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return subprocess.run(command, cwd=self.folder, env=environment, **pipes)
 
-    def run(self, test, fault):
+    def run(self, tests, fault):
         """Return the finished process of pytest, and the names of the kernels that ran."""
-        kernels = self.folder / f"{Path(test).name}.{fault}"
+        kernels = self.results / f"{Path(tests[0]).name}.{fault}"
         options = ["-q", "-s", "-p", "no:cacheprovider"]
         if fault:
             options.append("-x")  # one failed test shows the fault
         emulated = {"CALCOPS_EMULATED": str(kernels), "CALCOPS_EMULATED_FAULT": str(fault)}
-        process = self.python("-m", "pytest", *options, test, **emulated)
+        process = self.python("-m", "pytest", *options, *tests, **emulated)
         names = kernels.read_text().split() if kernels.exists() else []
         return process, names
 
@@ -215,9 +239,9 @@ def emulation(request, tmp_path_factory):
     emulation.pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("run", [(path, 0) for path in files()], ids=lambda run: run[0].stem)
-def test_the_kernels_pass_their_tests_in_any_order_of_blocks_and_threads(emulation, run):
-    process, _ = emulation.start(*run).result()
+def test_the_kernels_pass_their_tests_in_any_order_of_blocks_and_threads(emulation):
+    """One process runs all files, because it takes seconds to import PyTorch."""
+    process, _ = emulation.start(files(), 0).result()
     assert process.returncode == 0, process.stdout[-5000:]
 
 
@@ -225,9 +249,8 @@ def test_every_kernel_runs(emulation):
     kernels = set()
     for path in rewrite.sources():
         kernels |= set(rewrite.kernels(path.read_text()))
-    for path in files():
-        _, kernels_that_ran = emulation.start(path, 0).result()
-        kernels -= set(kernels_that_ran)
+    _, kernels_that_ran = emulation.start(files(), 0).result()
+    kernels -= set(kernels_that_ran)
     assert not kernels, "a test in test_<operator>_cuda_kernels.py has to run these"
 
 
@@ -235,7 +258,7 @@ def test_every_kernel_runs(emulation):
 @pytest.mark.parametrize(
     "run, output",
     [
-        ((in_its_folder(test), number), output)
+        (((in_its_folder(test),), number), output)
         for number, (_, test, output) in enumerate(FAULTS.values(), 1)
     ],
     ids=FAULTS,
@@ -261,11 +284,11 @@ def is_ordered_by_a_vote(path, line):
 @pytest.mark.parametrize(
     "run",
     [
-        (in_its_folder(f"test_{path.stem}_cuda_kernels.py"), number)
+        ((in_its_folder(f"test_{path.stem}_cuda_kernels.py"),), number)
         for number, (path, line) in enumerate(rewrite.barriers(), rewrite.FIRST_BARRIER)
         if not is_ordered_by_a_vote(path, line)
     ],
-    ids=lambda run: f"{run[0].stem} {run[1]}",
+    ids=lambda run: f"{run[0][0].stem} {run[1]}",
 )
 def test_results_differ_if_any_single_barrier_is_removed(emulation, run):
     process, _ = emulation.start(*run).result()

@@ -205,27 +205,6 @@ def test_the_order_of_empty_slots_changes_no_bit_and_the_order_of_pairs_only_rou
     assert_close(density(d.flip(1), kind.flip(1), *rest), A, 1e-13)
 
 
-def test_invariants_do_not_change_when_all_pairs_are_rotated():
-    d, *rest = inputs(n=3, K=12)
-    rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
-    for l in range(5):  # noqa: E741
-        square, rotated = (
-            density(x, *rest)[l * l : (l + 1) ** 2].square().sum(0) for x in (d, d @ rotation)
-        )
-        assert_close(rotated, square, 1e-12)
-
-
-def test_edge_force_takes_the_gradient_of_the_sums():
-    d, kind, *rest = inputs()
-    A = density(d.requires_grad_(), kind, *rest)
-    (grad,) = torch.autograd.grad(A, d, torch.randn_like(A))
-    neighbour = torch.randint(5, (5, 9), generator=torch.Generator().manual_seed(1))
-    edges = torch.stack([torch.arange(5).repeat_interleave(9), neighbour.flatten()])
-    force = calcops_jit.edge_force(edges, grad.flatten(0, 1), 5)
-    expected = grad.sum(1).index_add(0, neighbour.flatten(), -grad.flatten(0, 1))
-    torch.testing.assert_close(force, expected)
-
-
 def test_float32_is_computed_in_float64():
     d, kind, table, *rest = inputs(n=3, K=300, functions=9)
     upstream = torch.randn(25, 3, 9, dtype=torch.float64).float()
@@ -294,14 +273,6 @@ def test_empty_sizes_give_zeros_of_the_right_shape():
     A = density(d, torch.full_like(kind, -1), table[:0], grid[:0], harmonics)
     assert A.shape == (25, 5, 5) and not A.any()
     assert density(d, kind, table[..., :0], grid, harmonics).shape == (25, 5, 0)
-
-
-def test_one_pair_gives_its_splines_times_its_harmonics():
-    table = torch.ones(1, 6, 1, dtype=torch.float64)  # B-splines add up to 1
-    grid = torch.tensor([[0, 3.0]], dtype=torch.float64)
-    d = torch.tensor([[[0.0, 1.0, 2.0]]], dtype=torch.float64)
-    A = density(d, torch.zeros(1, 1, dtype=torch.int64), table, grid, 25)
-    assert_close(A[:, 0, 0], spherical_harmonics(d[0, 0] / math.sqrt(5)), 1e-14)
 
 
 def test_strides_and_threads_change_no_bit():

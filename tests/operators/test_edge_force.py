@@ -2,9 +2,6 @@
 wrong entries, derivatives."""
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -348,37 +345,3 @@ def test_every_element_of_results_and_gradients_is_written(device):
             assert x.isfinite().all()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the library has CUDA kernels")
-def test_without_cuda_kernels_an_error_says_why_the_library_has_none():
-    edge_index, gradient, *_ = graph()
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    with pytest.raises(
-        RuntimeError, match="^calcops::edge_force: built without CUDA because .+; .+"
-    ):
-        torch.ops.calcops.edge_force.default.redispatch(keys, edge_index, gradient, 7)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("entry", [-2, 7, 2**62])
-def test_on_cuda_a_wrong_entry_makes_its_atoms_nan_and_is_an_error_when_checked(entry):
-    edge_index, gradient, vec, *rest = graph(device="cuda")
-    edge_index = edge_index.clamp(min=0)
-    edge_index[1, 5] = entry
-    F, W, atom_W = edge_force_virial(edge_index, gradient, vec, *rest)
-    natoms, batch, frames = rest
-    centre = edge_index[0, 5]
-    assert F[centre].isnan().all()
-    assert W[batch[centre]].isnan().all()
-    assert F.isnan().any(1).sum() == 1
-    script = (
-        "import test_edge_force as t; e, *x = t.graph(device='cuda'); e[0, 0] = 9; "
-        "t.edge_force_virial(e, *x)"
-    )
-    environment = {**os.environ, "CALCOPS_CHECK": "1", "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", script]
-    child = subprocess.run(
-        command, cwd=os.path.dirname(__file__), env=environment, stderr=subprocess.PIPE
-    )
-    assert b"expected `edge_index` entries" in child.stderr

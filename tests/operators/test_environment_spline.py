@@ -260,33 +260,6 @@ def test_outside_its_grid_a_b_spline_is_a_straight_line():
         assert math.isclose((one - zero) / outwards, slope_inside, rel_tol=1e-2)
 
 
-def test_splines_with_coefficients_of_a_polynomial_give_its_sums():
-    """This also tests the order of the last two dimensions."""
-    d, kind, davg, dstd, _, functions, *rest = inputs(K=30)
-    grid = torch.tensor([[-3.0, 20.0]] * 3, dtype=torch.float64)
-    cells = functions - 5
-    x = torch.linspace(-3, 20, 200, dtype=torch.float64)
-    basis = splines(5, (x + 3) * cells / 23, functions)
-    polynomials = torch.stack([x**k / 20**k for k in range(6)], -1)
-    C = torch.linalg.lstsq(basis, polynomials).solution.repeat(3, 1)  # [kinds*functions, M]
-    T = environment_spline(d, kind, davg, dstd, grid, functions, *rest).flatten(2) @ C
-    live = (kind >= 0) & (torch.linalg.vector_norm(d, dim=-1) < RCUT)
-    R = rows(d, davg[kind], dstd[kind]) * live.unsqueeze(-1)
-    powers = torch.stack([R[..., 0] ** k / 20**k for k in range(6)], -1)
-    torch.testing.assert_close(T, torch.einsum("isa,ism->iam", R, powers), rtol=1e-9, atol=1e-8)
-
-
-def test_edge_force_takes_the_gradient_of_the_sums():
-    d, kind, *rest = inputs()
-    upstream = torch.randn(5, 4, 3, 16, dtype=torch.float64)
-    (grad,) = torch.autograd.grad(environment_spline(d.requires_grad_(), kind, *rest), d, upstream)
-    neighbour = torch.randint(5, (5, 9), generator=torch.Generator().manual_seed(1))
-    edges = torch.stack([torch.arange(5).repeat_interleave(9), neighbour.flatten()])
-    force = calcops_jit.edge_force(edges, grad.flatten(0, 1), 5)
-    expected = grad.sum(1).index_add(0, neighbour.flatten(), -grad.flatten(0, 1))
-    torch.testing.assert_close(force, expected)
-
-
 def test_float32_is_computed_in_float64():
     d, *rest = inputs(n=3, K=300)
     upstream = torch.randn(3, 4, 3, 16, dtype=torch.float64).float()

@@ -188,19 +188,6 @@ def test_the_same_bits_in_100_repeats_for_any_number_of_threads(dtype):
         torch.set_num_threads(threads_of_torch)
 
 
-def test_permuted_frames_permute_the_result_bitwise(device):
-    inputs = pairs(frames=4, natoms=300, nghost=10, neighbors=80, device=device)
-    leaves = [x.requires_grad_() for x in inputs[1:]]
-    outputs = force_virial(inputs[0], *leaves, 10)
-    upstream = [torch.randn_like(x) for x in outputs]
-    expected = *outputs, *torch.autograd.grad(outputs, leaves, upstream)
-    order = torch.tensor([2, 0, 3, 1], device=device)
-    leaves = [x.detach()[order].requires_grad_() for x in leaves]
-    permuted = force_virial(inputs[0][order], *leaves, 10)
-    permuted += torch.autograd.grad(permuted, leaves, [x[order] for x in upstream])
-    assert_equal_lists(permuted, [x[order] for x in expected], rtol=0, atol=0)
-
-
 def test_every_output_and_gradient_is_written(device):
     # In this mode, torch.empty fills new tensors with NaN.
     torch.use_deterministic_algorithms(True)
@@ -274,12 +261,6 @@ def test_a_wrong_entry_is_named_with_frame_atom_slot_and_value(entry, index):
     upstream = torch.zeros(3, 7, 3, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="at frame 1, atom 2, slot 3"):
         backward(upstream, None, None, list_neigh, dE, Ri_d, None, 2, True, [True, False, False])
-
-
-def test_ghosts_in_the_list_without_nghost_are_an_error():
-    list_neigh, dE, Ri_d, _ = pairs()
-    with pytest.raises(RuntimeError, match=r"0 <= j < n \+ nghost = 5, got [56] at frame 0"):
-        force(list_neigh, dE, Ri_d)
 
 
 @pytest.mark.parametrize("nghost", [2**63 - 1, 2**62, 2**40 + 1])

@@ -1,6 +1,7 @@
 """The force operators on a GPU: large sizes, wrong entries, streams, graphs, launches and memory.
 
-test_force.py tests values and derivatives, on both devices.
+test_force.py tests values and derivatives, on both devices. test_force_cuda_kernels.py tests the sizes
+at which the kernels branch, and wrong entries.
 """
 
 import pytest
@@ -50,23 +51,6 @@ def assert_equals_cpu(inputs, nghost):
     expected = gradients(on("cpu", upstream), *on("cpu", inputs), nghost=nghost)
     results = gradients(upstream, *inputs, nghost=nghost)
     assert_equal_lists(on("cpu", results), expected, **tolerance)
-
-
-# Sizes around those at which the kernels branch: four lanes share a pair, so a warp takes eight
-# pairs a step. A warp lists 512 slots, and a block has 8 warps.
-@pytest.mark.parametrize("natoms", [1, 7, 8, 9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_number_of_slots_equals_the_cpu(gpu, natoms, dtype):
-    for neighbors in [*range(1, 67), 127, 128, 129, 511, 512, 513, 1025, 8191, 8192]:
-        index = torch.int32 if neighbors % 2 else torch.int64
-        assert_equals_cpu(pairs(2, natoms, 3, neighbors, dtype, index, gpu, seed=neighbors), 3)
-
-
-@pytest.mark.parametrize("length", [511, 512, 513, 20_000])
-def test_many_slots_that_name_one_atom_equal_the_cpu(gpu, length):
-    list_neigh, *values = pairs(1, length // 16 + 1, 0, 16, device=gpu)
-    list_neigh.fill_(-1).view(-1)[:length] = 0  # these slots all name atom 0
-    assert_equals_cpu([list_neigh, *values], 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -146,41 +130,6 @@ def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
 
 
 # ---- wrong entries -------------------------------------------------------------------------------
-
-WRONG = [
-    -2,
-    7,
-    torch.iinfo(torch.int32).max,
-    torch.iinfo(torch.int32).min,
-    2**32,
-    -(2**32),
-    2**63 - 1,
-]
-
-
-@pytest.mark.parametrize("center", [True, False])
-@pytest.mark.parametrize("entry", WRONG)
-def test_a_wrong_entry_makes_its_row_nan_and_no_other(gpu, entry, center):
-    index = torch.int32 if -(2**31) <= entry < 2**31 else torch.int64
-    list_neigh, *values = pairs(index=index, device=gpu)
-    frame, atom, slot = 1, 2, 3
-    list_neigh[frame, atom, slot] = -1
-    op = force if center else neighbor_force
-    upstream = [torch.randn_like(x) for x in force_virial(list_neigh, *values, 2)]
-
-    def results_of(list_neigh):
-        yield from force_virial(list_neigh, *values, 2)
-        yield op(list_neigh, *values[:2], 2)
-        yield from backward(*upstream, list_neigh, *values, 2, center, [True] * 3)
-
-    expected = list(results_of(list_neigh))
-    list_neigh[frame, atom, slot] = entry
-    names = ("F", "W", "atom_W", "op", "dE", "Ri_d", "Rij")
-    for name, result, right in zip(names, results_of(list_neigh), expected, strict=True):
-        row = (frame,) if name == "W" else (frame, atom)
-        assert result[row].isnan().all(), name
-        result[row] = right[row]
-        assert torch.equal(result, right), name
 
 
 def test_calcops_check_names_the_first_wrong_entry_and_the_device_goes_on(gpu, monkeypatch):

@@ -37,6 +37,7 @@ def test_no_atomic_touches_a_float(source):
         assert {type.strip().removeprefix("const ") for type in types} <= INTEGERS, (call, types)
 
 
+@pytest.mark.long  # a foreign program
 @pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
 @pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
 def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):

@@ -151,8 +151,8 @@ def test_a_gradient_has_the_shape_of_its_input_in_every_accepted_view(device):
 
 @pytest.mark.parametrize(
     "transform",
-    ["grad", "jacrev", "jacfwd", "hessian", "jacrev jacfwd", "jacfwd jacfwd", "jacrev jacrev"]
-    + ["vjp", "jvp", "linearize", "functionalize"],
+    ["hessian", "jacrev jacrev", "vjp", "jvp", "linearize", "functionalize"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("jacrev jacfwd", "jacfwd jacfwd")],
 )
 def test_torch_func_transforms_equal_the_reference(device, transform):
     list_neigh, *leaves = pairs(**SMALL, device=device)

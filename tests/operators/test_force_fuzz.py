@@ -268,10 +268,10 @@ def check_all(name, first, count):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_any_call_gives_the_references_results_or_names_an_argument(name, one_thread):
-    check_all(name, 0, 500)
+    check_all(name, 0, 200)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPERATORS)
 def test_many_calls_give_the_references_results_or_name_an_argument(name, one_thread):
-    check_all(name, 500, 50_000)
+    check_all(name, 200, 50_000)

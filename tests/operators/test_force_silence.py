@@ -110,37 +110,6 @@ def test_upstreams_changed_in_place_before_the_second_backward_are_an_error(devi
         sum(x.sum() for x in gradient).backward()
 
 
-def test_a_second_backward_gives_the_same_with_retain_graph_and_an_error_without(small):
-    list_neigh, leaves, expected = small
-    scalar = scalar_of(force_virial, list_neigh)(*leaves)
-    for retain in (True, False):
-        gradients = torch.autograd.grad(scalar, leaves, retain_graph=retain)
-        assert_equal_lists(gradients, expected, **CLOSE)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(scalar, leaves)
-
-
-@pytest.mark.parametrize("argument", range(3))
-def test_inference_tensors_as_inputs_of_a_derivative_are_an_error(argument):
-    inputs = list(pairs(**SMALL)[:3])
-    with torch.inference_mode():
-        inputs[argument] = inputs[argument].clone()
-    inputs[2 if argument != 2 else 1].requires_grad_()
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        force(*inputs, 1)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_anomaly_mode_names_the_operator(device):
-    list_neigh, dE, Ri_d, _ = differentiable_pairs(**SMALL, device=device)
-    with torch.autograd.detect_anomaly():
-        result = force(list_neigh, dE, Ri_d, 1)
-        with pytest.raises(
-            RuntimeError, match="ForceBackward.* returned nan values in its 1th output"
-        ):
-            result.backward(torch.full_like(result, float("nan")))
-
-
 # ---- derivatives ---------------------------------------------------------------------------------
 
 
@@ -217,11 +186,6 @@ def assert_backward_towards(flags, small):
             torch.testing.assert_close(x.grad, value, **CLOSE)
 
 
-@pytest.mark.parametrize("flags", MASKS, ids=str)
-def test_backward_towards_some_inputs_gives_their_gradients_alone(small, flags):
-    assert_backward_towards(flags, small)
-
-
 def test_compiled_autograd_compiles_anew_for_another_set_of_inputs(small):
     torch._dynamo.reset()
     with torch._dynamo.compiled_autograd._enable(
@@ -229,35 +193,6 @@ def test_compiled_autograd_compiles_anew_for_another_set_of_inputs(small):
     ):
         for flags in ([True, False, False], [False, True, True], [True, False, False]):
             assert_backward_towards(flags, small)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_gives_the_same_gradients(small, reentrant):
-    list_neigh, leaves, expected = small
-
-    def function(*x):
-        return torch.utils.checkpoint.checkpoint(force_virial, *x, use_reentrant=reentrant)
-
-    scalar_of(function, list_neigh)(*leaves).backward()
-    assert_equal_lists([x.grad for x in leaves], expected, **CLOSE)
-
-
-def test_saved_tensors_go_through_hooks_and_mutations(small):
-    list_neigh, leaves, expected = small
-    to_numpy = torch.autograd.graph.saved_tensors_hooks(
-        lambda x: (x.detach().cpu().numpy().copy(), x.device),
-        lambda x: torch.from_numpy(x[0]).to(x[1]),
-    )
-    for context in (to_numpy, torch.autograd.graph.save_on_cpu()):
-        with context:
-            scalar = scalar_of(force_virial, list_neigh)(*leaves)
-        assert_equal_lists(torch.autograd.grad(scalar, leaves), expected, **CLOSE)
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        values = [x.clone() for x in leaves]
-        scalar = scalar_of(force_virial, list_neigh)(*values)
-        for value in values:
-            value.zero_()
-        assert_equal_lists(torch.autograd.grad(scalar, leaves), expected, **CLOSE)
 
 
 def test_gradients_are_right_after_outputs_were_changed_in_place(small):
@@ -276,40 +211,6 @@ def test_gradients_are_right_after_outputs_were_changed_in_place(small):
     gradients = torch.autograd.grad(scalar(force_virial), leaves)
     expected = torch.autograd.grad(scalar(reference.force_virial), leaves)
     assert_equal_lists(gradients, expected, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    "name", ["jacobian", "jacobian forward", "hessian", "vjp", "jvp", "vhp", "hvp"]
-)
-def test_transforms_of_torch_autograd_functional_equal_the_reference(small, name):
-    list_neigh, leaves, _ = small
-    inputs = tuple(x.detach() for x in leaves)
-    tangents = tuple(x.cos() for x in inputs)
-
-    def apply(function):
-        transform, *mode = name.split()
-        options = dict(strategy="forward-mode", vectorize=True) if mode else dict(strict=True)
-        scalar = scalar_of(function, list_neigh)
-        extra = () if transform in ("jacobian", "hessian", "vjp") else (tangents,)
-        result = getattr(torch.autograd.functional, transform)(scalar, inputs, *extra, **options)
-        return torch.utils._pytree.tree_leaves(result)
-
-    assert_equal_lists(apply(force_virial), apply(reference.force_virial), **CLOSE)
-
-
-def test_hooks_and_retain_grad_see_the_gradients_of_outputs(small):
-    list_neigh, leaves, expected = small
-    values = [x * 1 for x in leaves]
-    F, W, atom_W = force_virial(list_neigh, *values, 1)
-    hook_calls = []
-    F.grad_fn.register_hook(lambda grad_inputs, grad_outputs: hook_calls.append(grad_inputs))
-    for x in (*values, F):
-        x.retain_grad()
-    ((F**3).sum() + (W**2).sum() + (F[..., None] * atom_W**2).sum()).backward()
-    assert_equal_lists([x.grad for x in values], expected, **CLOSE)
-    assert len(hook_calls) == 1
-    assert F.grad.shape == F.shape
-    assert F.grad_fn.name() == "ForceVirialBackward"
 
 
 def test_forward_mode_is_right_under_reverse_mode_and_under_no_grad(small):

@@ -67,10 +67,12 @@ def test_kernels_use_torchs_number_of_threads():
     assert int(run.stdout) == 2
 
 
+@pytest.mark.long
 def test_the_kernels_have_no_data_race(tmp_path):
     thread_sanitizer.run(tmp_path, PROGRAM, "force/force_cpu.cpp", "force/force_backward_cpu.cpp")
 
 
+@pytest.mark.long
 def test_the_thread_sanitizer_finds_a_race_that_is_there(tmp_path):
     with pytest.raises(AssertionError, match="data race"):
         thread_sanitizer.run(tmp_path, RACE)

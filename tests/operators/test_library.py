@@ -28,6 +28,7 @@ def test_every_unit_compiles_without_a_warning():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.long
 def test_the_runtime_compiles_without_a_warning():
     """CALCOPS_CFLAGS does not reach this unit, since all libraries share its object file."""
     torch_headers = Path(torch.__file__).parent / "include"

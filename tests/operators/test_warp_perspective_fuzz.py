@@ -180,9 +180,9 @@ def check_all(first, count):
 
 
 def test_any_call_gives_the_references_results_or_names_an_argument(one_thread):
-    check_all(0, 3000)
+    check_all(0, 1000)
 
 
 @pytest.mark.long
 def test_many_calls_give_the_references_results_or_name_an_argument(one_thread):
-    check_all(3000, 300_000)
+    check_all(1000, 300_000)

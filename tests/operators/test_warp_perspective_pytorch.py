@@ -167,50 +167,6 @@ def test_autocast_changes_nothing(device):
     assert torch.equal(result, warp_perspective(image, warp))
 
 
-def test_inference_mode_and_no_grad_record_nothing(device):
-    image, warp = arguments(3, 8, 9, device=device)
-    expected = warp_perspective(image, warp)
-    for mode in (torch.inference_mode, torch.no_grad):
-        with mode():
-            result = warp_perspective(image, warp)
-        assert torch.equal(result, expected)
-        assert not result.requires_grad
-    assert expected.requires_grad
-
-
-def test_minimising_the_difference_of_two_images_finds_the_matrix_between_them():
-    # This registers a smooth image by its gradients. The start is a few pixels off.
-    y, x = torch.meshgrid(*[torch.linspace(-3, 3, 40, dtype=torch.float64)] * 2, indexing="ij")
-    image = torch.exp(-(x**2) - 0.5 * (y - 0.4 * x) ** 2)
-    true_warp = torch.tensor(
-        [[1.02, 0.03, -1.5], [-0.02, 0.98, 1.2], [2e-4, -1e-4, 1]], dtype=torch.float64
-    )
-    target = warp_perspective(image, true_warp, (40, 40))
-    scale = torch.tensor([[1e-2, 1e-2, 1], [1e-2, 1e-2, 1], [1e-4, 1e-4, 0]], dtype=torch.float64)
-    steps = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([steps], max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss():
-        optimizer.zero_grad()
-        warp = torch.eye(3, dtype=torch.float64) + steps * scale
-        value = 1e3 * (warp_perspective(image, warp, (40, 40)) - target).square().sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    estimate = torch.eye(3, dtype=torch.float64) + steps.detach() * scale
-    corners = torch.tensor([[0.0, 39, 0, 39], [0, 0, 39, 39], [1, 1, 1, 1]], dtype=torch.float64)
-
-    def project(warp):
-        p = warp @ corners
-        return p[:2] / p[2]
-
-    error_at_start = (corners[:2] - project(true_warp)).abs().max()
-    error = (project(estimate) - project(true_warp)).abs().max()
-    assert error_at_start > 1  # pixels
-    assert error < 0.05
-
-
 @pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3)])
 def test_compile_takes_a_batch_of_unbacked_size_with_one_matrix(shape):
     torch._dynamo.reset()

@@ -1,5 +1,6 @@
 """The CPU kernels of warp_perspective under ThreadSanitizer."""
 
+import pytest
 import thread_sanitizer
 
 PROGRAM = """
@@ -25,6 +26,7 @@ int main() {
 """
 
 
+@pytest.mark.long
 def test_the_kernels_have_no_data_race(tmp_path):
     thread_sanitizer.run(
         tmp_path,

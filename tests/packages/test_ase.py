@@ -254,17 +254,6 @@ def test_a_run_keeps_its_list_for_many_steps_and_conserves_energy():
     assert abs(np.mean(total[100:]) - np.mean(total[:100])) < 5e-5
 
 
-def test_float32_is_close_and_stays_float32():
-    atoms = silicon()
-    atoms.calc = CalcOps(StillingerWeber(), dtype=torch.float32)
-    exact = atoms.copy()
-    exact.calc = CalcOps(StillingerWeber())
-    assert atoms.calc.model.pairs.dtype == torch.float32
-    error = abs(atoms.get_forces() - exact.get_forces()).max()
-    assert 1e-9 < error < 1e-4
-    assert atoms.get_potential_energy() == pytest.approx(exact.get_potential_energy(), rel=1e-6)
-
-
 @pytest.mark.parametrize("ending", ["pt", pytest.param("pt2", marks=pytest.mark.long)])
 def test_packaged_models_give_the_same(ending, tmp_path):
     save(StillingerWeber(), tmp_path / f"silicon.{ending}")

@@ -16,7 +16,7 @@ import torch
 for name in ("ase", "vesin"):
     pytest.importorskip(name)
 
-from ase import Atoms, units  # noqa: E402
+from ase import Atoms  # noqa: E402
 from ase.build import bulk  # noqa: E402
 from ase.io import read, write  # noqa: E402
 from ase.mep import NEB  # noqa: E402
@@ -124,16 +124,6 @@ def test_a_forked_child_computes_after_its_parent_used_threads(calculator):
         pool.submit(fork_after_threads, calculator).result()
 
 
-@pytest.mark.long
-def test_a_pool_of_spawned_processes_computes(archive):
-    calculator = CalcOps(load(archive))
-    structures = [silicon(seed=seed) for seed in (1, 2)]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(everything, [calculator] * 2, structures))
-    for atoms, of_pool in zip(structures, results, strict=True):
-        assert_same(of_pool, everything(calculator, atoms))
-
-
 def energy_and_forces(atoms):
     return atoms.get_potential_energy(), atoms.get_forces()
 
@@ -192,19 +182,6 @@ def test_in_a_moving_cell_few_lists_give_the_forces_of_a_new_list_at_each_step()
         fresh = everything(CalcOps(StillingerWeber(), skin=0.0), atoms)
         np.testing.assert_allclose(atoms.get_forces(), fresh["forces"], atol=1e-12)
     assert 1 < atoms.calc.neighbours.builds <= 6
-
-
-def test_npt_dynamics_build_few_neighbour_lists():
-    from ase.md.nose_hoover_chain import IsotropicMTKNPT
-
-    atoms = silicon(rattle=0.03)
-    atoms.calc = CalcOps(StillingerWeber(), skin=1.0)
-    dynamics = IsotropicMTKNPT(
-        atoms, units.fs, temperature_K=300, pressure_au=0, tdamp=50 * units.fs, pdamp=500 * units.fs
-    )
-    dynamics.run(100)
-    assert atoms.cell.volume != silicon().cell.volume
-    assert atoms.calc.neighbours.builds <= 3
 
 
 def test_a_vacuum_that_grows_needs_no_new_list():
@@ -291,15 +268,6 @@ def test_results_have_the_names_types_and_shapes_of_ase():
     assert atoms.get_stresses().shape == (8, 6)
     assert atoms.get_stresses(voigt=False).shape == (8, 3, 3)
     np.testing.assert_allclose(atoms.get_stresses().sum(0), atoms.get_stress(), atol=1e-15)
-
-
-def test_initial_charges_need_no_new_calculation():
-    atoms = silicon(1)
-    atoms.calc = CalcOps(StillingerWeber())
-    forces = atoms.get_forces()
-    atoms.set_initial_charges(np.ones(len(atoms)))
-    assert atoms.calc.calculation_required(atoms, ["energy"]) is False
-    np.testing.assert_array_equal(atoms.get_forces(), forces)
 
 
 def test_a_file_keeps_every_result(tmp_path):

@@ -5,6 +5,8 @@ import re
 import pytest
 from mace_models import make_models, python
 
+pytestmark = pytest.mark.long  # a foreign program
+
 # Compares a file with MACE's own calculator for structures of any kind, and prints differences
 # relative to the largest value.
 COMPARE = """

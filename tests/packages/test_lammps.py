@@ -27,6 +27,8 @@ from lammps_plugin import (
     tables,
 )
 
+pytestmark = pytest.mark.long  # a foreign program
+
 ATOMS = "units lj\n{}\nlattice fcc 0.8442\nregion box {}\ncreate_box 2 box\ncreate_atoms 1 box\n"
 ATOMS += "set group all type/fraction 2 0.4 4711\nmass * 1.0\n" + SHAKE
 TILTED = ATOMS.format("", "prism 0 4 0 5 0 4 0.9 -0.7 1.3")

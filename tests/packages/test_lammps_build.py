@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from checkout import contents, wheel_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +48,7 @@ def test_a_lammps_without_headers_is_refused(tmp_path):
         assert run.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_the_plugin_is_built_once_and_lammps_loads_it(tmp_path):
     from lammps_plugin import HOME  # skips the test if there is no LAMMPS
 

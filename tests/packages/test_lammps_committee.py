@@ -1,16 +1,15 @@
 """calcops/lammps: the first model of a committee moves the atoms, and LAMMPS gets the deviations
 of all models."""
 
-import ast
-import importlib.util
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from calcops.potentials.lennard_jones import LennardJones
 from calcops.potentials.package import save
 from lammps_plugin import MELT, Lammps, difference, tables
+
+pytestmark = pytest.mark.long  # a foreign program
 
 MODELS = {"a": (1.0, 1.0), "b": (1.1, 1.0), "c": (0.95, 1.02)}  # epsilon and sigma
 ALONE = "pair_style calcops {}\npair_coeff * * X X\n"
@@ -79,27 +78,6 @@ def test_the_deviations_are_those_of_the_definition(lammps, style, ranks):
     np.testing.assert_allclose(deviations[:3], expected, rtol=1e-9)
     expected = [of_atoms.max(), of_atoms.min(), of_atoms.mean()]
     np.testing.assert_allclose(deviations[3:], expected, rtol=1e-11)
-
-
-def test_the_deviations_are_those_of_deepmd_kit(lammps):
-    """The test executes two functions of deepmd-kit, without importing their module."""
-    package = importlib.util.find_spec("deepmd")
-    if not package:
-        pytest.skip("deepmd-kit is not installed: make bench")
-    tree = ast.parse(Path(package.origin).with_name("infer").joinpath("model_devi.py").read_text())
-    names = "calc_model_devi_f", "calc_model_devi_v"
-    tree.body = [f for f in tree.body if getattr(f, "name", "") in names and not f.decorator_list]
-    model_devi = {"np": np}
-    exec(compile(tree, "model_devi.py", "exec"), model_devi)
-    forces, virials = forces_and_virials(lammps)
-    virials /= len(forces[0])
-    script = SYSTEM + COMMITTEE + DEVIATION + THERMO.format(COLUMNS) + "run 0\n"
-    _, _, *deviations = tables(lammps(script))[0][0]
-    expected = [
-        *model_devi["calc_model_devi_v"](virials[:, None]),
-        *model_devi["calc_model_devi_f"](forces[:, None]),
-    ]
-    np.testing.assert_allclose(deviations, np.concatenate(expected), rtol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

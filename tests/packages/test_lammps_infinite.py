@@ -9,6 +9,8 @@ from calcops.potentials.package import save
 from calcops.potentials.potential import Potential
 from lammps_plugin import MELT, Lammps
 
+pytestmark = pytest.mark.long  # a foreign program
+
 PAIR = "pair_style calcops {}\npair_coeff * * X\ncomm_modify cutoff 5.3\n"
 
 

@@ -7,6 +7,8 @@ import pytest
 from lammps_plugin import SHAKE, Lammps, difference, tables
 from mace_models import make_models, python
 
+pytestmark = pytest.mark.long  # a foreign program
+
 # Computes what LAMMPS has dumped with MACE's own calculator.
 OWN_NUMBERS = """
 import sys, numpy

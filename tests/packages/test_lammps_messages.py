@@ -16,6 +16,8 @@ sys.path.append(str(ROOT / "bench"))
 from calcops.potentials.package import save
 from lammps_models import Messages  # noqa: E402
 
+pytestmark = pytest.mark.long  # a foreign program
+
 CUTOFF = 1.7
 ABOUT = {"cutoff": CUTOFF, "units": "lj", "type_names": ["A", "B"]}
 ATOMS = (
@@ -302,7 +304,6 @@ numpy.savetxt("own.pressure", results[KEY.PRED_STRESS].detach().numpy())
 """
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not PYTHON.exists(), reason="SevenNet is not installed: make graph-potential")
 def test_a_pretrained_sevennet_gives_its_own_results_on_any_number_of_ranks(lammps):
     """Its five layers of 5 A need 26 A of ghosts, around a rod of salt with a period of 45 A."""

@@ -10,6 +10,8 @@ from calcops.potentials.package import save
 from calcops.potentials.stillinger_weber import StillingerWeber
 from lammps_plugin import MELT, SHAKE, SW, THERMO, Lammps, difference, tables
 
+pytestmark = pytest.mark.long  # a foreign program
+
 OWN = "pair_style lj/cut 2.5\npair_coeff * * 1 1\n"
 OURS = "pair_style calcops lj.pt\npair_coeff * * X\n"
 ZERO = THERMO + "run 0\n"

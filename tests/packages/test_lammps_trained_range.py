@@ -12,6 +12,8 @@ from calcops.train.deep_potential import DeepPotential
 from lammps_plugin import THERMO, Lammps, tables
 from test_train import arrays
 
+pytestmark = pytest.mark.long  # a foreign program
+
 BOX = """units metal
 atom_style atomic
 boundary f f f

@@ -141,7 +141,6 @@ def test_an_archive_gives_the_same_in_ase(name, tmp_path):
         np.testing.assert_allclose(result, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.packaged
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
 def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
@@ -156,7 +155,7 @@ def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
         assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
 
 
-@pytest.mark.parametrize("ending", [".pt", pytest.param(".pt2", marks=pytest.mark.packaged)])
+@pytest.mark.parametrize("ending", [".pt", pytest.param(".pt2", marks=pytest.mark.long)])
 def test_a_package_in_float32_gives_the_numbers_of_nep_cpu_to_its_digits(ending, tmp_path):
     package.save(load(FILES / "nep4_types.txt"), tmp_path / f"model{ending}", dtype=torch.float32)
     model = package.load(tmp_path / f"model{ending}")

@@ -10,6 +10,8 @@ from calcops.nep import load
 from calcops.potentials.package import save
 from lammps_plugin import Lammps, difference
 
+pytestmark = pytest.mark.long  # a foreign program
+
 FILES = Path(__file__).resolve().parent / "nep_models"
 NKTV2P = 1.6021765e6  # of LAMMPS's `units metal`: energy over volume as a pressure
 SCRIPT = """
@@ -62,22 +64,3 @@ def test_energy_forces_and_pressure_are_those_in_python(lammps, ranks):
     assert difference(rows[:, 5:8], force) < 1e-10
     voigt = virial[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]]
     assert difference(np.array(pressure) * volume / NKTV2P, voigt) < 1e-9
-
-
-def test_a_committee_of_two_models_has_their_deviation(lammps):
-    other = load(FILES / "nep4_types.txt")
-    with torch.no_grad():
-        other.w1 *= 1.1
-    save(other, lammps.folder / "other.pt")
-    forces = []
-    for file in ("model.pt", "other.pt"):
-        lammps(SCRIPT.format(file=file), 2)
-        forces.append(np.loadtxt(lammps.folder / "atoms", skiprows=9)[:, 5:8])
-    deviation = "compute devi all pair calcops\nfix devi all pair 1 calcops devi_f 1\n"
-    script = SCRIPT.format(file="model.pt other.pt").replace("fx fy fz", "fx fy fz f_devi")
-    lammps(script.replace("dump atoms", f"{deviation}dump atoms"), 2)
-    rows = np.loadtxt(lammps.folder / "atoms", skiprows=9)[:, 5:]
-    assert difference(rows[:, :3], forces[0]) < 1e-10
-    mean = (forces[0] + forces[1]) / 2
-    squares = sum(((force - mean) ** 2).sum(1) for force in forces) / 2
-    np.testing.assert_allclose(rows[:, 3], np.sqrt(squares), rtol=1e-9)

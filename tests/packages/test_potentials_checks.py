@@ -311,7 +311,7 @@ class FewNeighbours(Potential):
         return ((1 - r2 / self.cutoff**2).clamp(min=0) ** 3).sum(-1)
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pt2"])
+@pytest.mark.parametrize("suffix", [".pt", pytest.param(".pt2", marks=pytest.mark.long)])
 def test_more_neighbours_than_a_model_takes_are_refused(suffix, tmp_path):
     model = FewNeighbours(**ABOUT)
     save(model, tmp_path / f"few{suffix}")
