@@ -65,9 +65,19 @@ def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
     assert (checkout.answer(), checkout.compiled()) == (1, 1)
     (library,) = checkout.libraries()
     spoil(library, damage)
-    assert checkout.answer() == 1
+    child = checkout.run()
+    assert (child.out, "built calcops" in child.err) == ("1\n", True), child.err
     child = checkout.run()
     assert (child.out, child.err) == ("1\n", "")
+
+
+def test_a_manifest_with_a_changed_byte_is_refused(checkout):
+    assert checkout.answer() == 1
+    manifest = checkout.libraries()[0].with_name("manifest")
+    text = manifest.read_bytes()
+    manifest.write_bytes(text.replace(b'"permanent": []', b'"permanent":[] '))
+    assert manifest.read_bytes() != text
+    assert "damaged" in checkout.main("why").out
 
 
 KINDS = ["truncated", "one byte", "gone", "empty", "folder", "fifo", "foreign"]
