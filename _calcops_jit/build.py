@@ -17,8 +17,8 @@ import contextlib
 import glob
 import os
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -36,7 +36,7 @@ from .diagnosis import explain, foresee
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
 from .messages import BuildError, Progress, report, say
 from .registration import Registration
-from .request import SHADOW, Request, levels, own, runtime
+from .request import CONTRACTS, SHADOW, Request, levels, own, runtimes
 
 _KEPT = 4  # folders of builds in a slot
 
@@ -142,16 +142,19 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     """Compile what changed, and link. Return (product, inputs)."""
     folder = _fresh(_folder(request, slot))
     for _ in range(3):
-        archive = _archive(request, folder) if request.product.endswith(".so") else None
+        archives = _archives(request, folder) if request.product.endswith(".so") else []
+        paths = [archive.path for archive in archives]
         try:
-            product, inputs = _compile(request, folder, archive.path if archive else "")
+            product, inputs = _compile(request, folder, paths)
         except BuildError:
-            if archive is None or os.path.exists(archive.path):
+            if all(map(os.path.exists, paths)):
                 raise
             continue  # another process has emptied the cache
         with contextlib.suppress(Changed):
             inputs.check(request)  # no file was saved meanwhile
-            return product, inputs.merged(archive.inputs) if archive else inputs
+            for archive in archives:
+                inputs = inputs.merged(archive.inputs)
+            return product, inputs
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
     raise report(what, [], "wait until nothing writes to them")
 
@@ -181,43 +184,43 @@ def _fresh(folder: str) -> str:
     return folder
 
 
-def _archive(request: Request, folder: str) -> Generation:
-    """Return the runtime. If it must be compiled, compile the sources at the same time."""
-    wanted = runtime()
-    found = cache.find(wanted)
-    if found:
+def _archives(request: Request, folder: str) -> list[Generation]:
+    """Return the runtime. What must be compiled of it is compiled at the same time as the sources.
+
+    Contracts are compiled only if the library has one.
+    """
+    contracts, registry = runtimes()
+    found = [cache.find(contracts), cache.find(registry)]
+    if all(found):
         return found
-    import_cpp_extension()  # not while the other thread makes a child
-    # No file can be run that the other thread's child has inherited while it was written.
-    write_compiler(request, folder, "")
-    results: list[Generation | BuildError] = []
-    thread = threading.Thread(target=lambda: results.append(_built_or_error(wanted)))
-    thread.start()
-    if jobs(request) > 1:
-        _compile(request, folder, "")
+    import_cpp_extension()  # not while another thread makes a child
+    # No file can be run that another thread's child has inherited while it was written.
+    write_compiler(request, folder, [])
+    workers = min(jobs(request), 2)
+    pool = ThreadPoolExecutor(workers)
+    builds = [pool.submit(built, registry, [])]
+    has_contracts = request.asked is None
+    if has_contracts:
+        builds.insert(0, pool.submit(built, contracts, []))
+    if workers == 1:
+        wait(builds)
+    _, inputs = _compile(request, folder, [])
+    read = map(request.unfold, inputs.files)
+    if not has_contracts and any(path.startswith(f"{CONTRACTS}/include/") for path in read):
+        builds.insert(0, pool.submit(built, contracts, []))
     _mark(folder, "runtime")
-    thread.join()
-    if isinstance(results[0], BuildError):
-        raise results[0]
-    return results[0]
+    return [build.result() for build in builds]
 
 
-def _built_or_error(request: Request) -> Generation | BuildError:
-    try:
-        return built(request, [])
-    except BuildError as error:
-        return error
-
-
-def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
-    """Run torch and ninja, and link with an archive. Return (path of what was built, inputs)."""
+def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, Inputs]:
+    """Run torch and ninja, and link with archives. Return (path of what was built, inputs)."""
     before, objects = _up_to_date(request, folder)
     for path in {*request.sources, *paths_in_flags(request)}:
         before[path] = state_of(path)
     _mark(folder)
     failure = ""
     try:
-        product = compile_and_link(request, folder, archive)
+        product = compile_and_link(request, folder, archives)
     except Exception as error:  # torch refuses a GPU architecture, for example
         failure = str(error)
     for target, files in dependencies(request, folder).items():
@@ -225,7 +228,7 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
         objects[target] = [state_of(f"{folder}/{target}"), files]
     read = {f"{SHADOW}/hidden.map", *linked(folder)}.union(*(read for _, read in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
-    read = {path for path in read if path != archive and not path.startswith(f"{folder}/")}
+    read = {p for p in read if p not in archives and not p.startswith(f"{folder}/")}
     inputs = record(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
     # After a failure, too, because some sources may have been compiled.
     fields = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}

@@ -21,10 +21,10 @@ TORCH = os.path.realpath(os.path.dirname(torch.__file__))
 # A larger file, such as a compiler or a library, is known by its size and time.
 _LARGE = 1_000_000
 # Headers of the C library, and folders of the compiler below the folder where it is installed.
-_OF_SYSTEM = re.compile(r"/usr/include/(?:[^/]+|[^/]+-linux-gnu/.+)")
-_OF_COMPILER = re.compile(r"/lib/(?:gcc|clang)/|/[^/]+-linux-gnu/")
-_LINKED = re.compile(r"\.(?:a|o|so[.\d]*)$")
-_TESTED = re.compile(rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]")
+_OF_SYSTEM = r"/usr/include/(?:[^/]+|[^/]+-linux-gnu/.+)"
+_OF_COMPILER = r"/(?:lib/(?:gcc|clang)/|[^/]+-linux-gnu/)"
+_LINKED = r"\.(?:a|o|so[.\d]*)$"
+_TESTED = rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
 
 
 class Changed(Exception):
@@ -35,9 +35,9 @@ class Inputs(SimpleNamespace):
     """The inputs of a build: what it has read. The paths are folded (Request.fold)."""
 
     files: dict[str, str]  # {file: its state}
-    # If one of these appears, a compiler may read it in place of another file. One that ends with a
-    # slash is a folder; a file of this name may appear in its place.
-    absent: list[str]
+    # {folder: names in it}. If one of these appears, a compiler may read it in place of another
+    # file. One that ends with a slash is a folder; a file of this name may appear in its place.
+    absent: dict[str, list[str]]
     programs: list[str]  # the states of the compilers
 
     def check(self, request) -> None:
@@ -59,14 +59,30 @@ class Inputs(SimpleNamespace):
             pairs = zip(request.programs, zip(now, self.programs))
             changed = [path for path, (state, old) in pairs if state != old]
             raise Changed(f"{(changed or request.programs)[0]} is another compiler")
-        for path in map(request.unfold, self.absent):
-            if os.path.exists(path) != path.endswith("/"):
-                raise Changed(f"{path} is new")
+        for path in self.appeared(request):
+            raise Changed(f"{path} is new")
+
+    def appeared(self, request) -> list[str]:
+        """Return the absent paths that are there now."""
+        paths = []
+        for folded, names in self.absent.items():
+            folder = request.unfold(folded)
+            try:
+                present = set(os.listdir(folder))  # quicker than a stat for each name
+            except PermissionError:
+                present = set(names)
+            except OSError:
+                present = set()
+            paths += [f"{folder}/{name}" for name in names if name in present or name[-1] == "/"]
+        return [path for path in paths if os.path.exists(path) != path.endswith("/")]
 
     def merged(self, other: Inputs) -> Inputs:
         """Return the inputs of a library that is linked with an archive, whose are `other`."""
-        absent = sorted({*self.absent, *other.absent})
-        return Inputs(files=self.files | other.files, absent=absent, programs=self.programs)
+        files = self.files | other.files
+        absent = dict(self.absent)
+        for folder, names in other.absent.items():
+            absent[folder] = sorted({*names, *absent.get(folder, ())})
+        return Inputs(files=files, absent=absent, programs=self.programs)
 
 
 def state_of(path: str) -> str:
@@ -123,23 +139,23 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
             has_changed = before[path] != now
         if has_changed:
             states[path] = "changed"
-    own = {path for path in states if not _LINKED.search(path)}
+    own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
     tested = _tested(own)
-    absent = set()
+    absent: dict[str, set[str]] = {}
     for name in tested | _names({*own, *headers} - {*request.sources}, folders):
         for folder in folders:
             path = f"{folder}/{name}"
-            missing = _first_missing(folder, name)
+            parent, missing = _first_missing(folder, name)
+            if not missing and path not in states and _changed_since(path, start_ns):
+                parent, missing = os.path.split(path)  # it may have appeared too late
             if missing:
-                absent.add(missing)
-            elif path not in states and _changed_since(path, start_ns):
-                absent.add(path)  # it appeared after a compiler may have looked for it
+                absent.setdefault(request.fold(parent), set()).add(missing)
             elif name in tested:
                 states.setdefault(path, state_of(path))
     return Inputs(
         files={request.fold(path): state for path, state in sorted(states.items())},
-        absent=sorted(map(request.fold, absent)),
+        absent={parent: sorted(names) for parent, names in sorted(absent.items())},
         programs=[state_of(path) for path in request.programs],
     )
 
@@ -154,12 +170,13 @@ def has_version(path: str, request) -> bool:
         return False
     home = request.cuda.home
     is_of_cuda = bool(home) and path.startswith((f"{home}/", f"{os.path.realpath(home)}/"))
-    if is_of_cuda or path.startswith(_versioned()) or _OF_SYSTEM.fullmatch(path):
+    if is_of_cuda or path.startswith(_versioned()) or re.fullmatch(_OF_SYSTEM, path):
         return True
     # A user's folder may have such a name, too.
     prefixes = [os.path.dirname(os.path.dirname(program)) for program in request.programs]
     return any(
-        path.startswith(prefix) and _OF_COMPILER.match(path, len(prefix)) for prefix in prefixes
+        path.startswith(prefix) and re.match(_OF_COMPILER, path[len(prefix) :])
+        for prefix in prefixes
     )
 
 
@@ -210,18 +227,19 @@ def _tested(paths: set[str]) -> set[str]:
     names: set[str] = set()
     for path in filter(os.path.isfile, paths):
         with open(path, "rb") as file:
-            names.update(map(os.fsdecode, _TESTED.findall(file.read())))
+            names.update(map(os.fsdecode, re.findall(_TESTED, file.read())))
     return names
 
 
-def _first_missing(folder: str, name: str) -> str:
-    """Return the first path on the way from `folder` to `name` that is absent; "" if none is.
+def _first_missing(folder: str, name: str) -> tuple[str, str]:
+    """Return (its folder, its name) of the first path from `folder` to `name` that is absent.
 
-    If a folder has the name, return it with a slash at its end.
+    The name is "" if none is absent. If a folder has the name, it has a slash at its end.
     """
-    path = folder
+    parent = path = folder
     for part in name.split("/"):
-        path = f"{path}/{part}"
+        parent = path
+        path = f"{parent}/{part}"
         if not os.path.exists(path):
-            return path
-    return f"{path}/" if os.path.isdir(path) else ""
+            return parent, part
+    return parent, f"{part}/" if os.path.isdir(path) else ""

@@ -246,6 +246,5 @@ def _state(library: Library) -> tuple:
     folders = {library._request.root, *map(os.path.dirname, library._request.sources)}
     names = [sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)]
     inputs = library._generation.inputs
-    absent = [path for path in inputs.absent if os.path.exists(library._request.unfold(path))]
     files = {*library._request.sources, *map(library._request.unfold, inputs.files)}
-    return names, absent, [state_of(path) for path in sorted(files)]
+    return names, inputs.appeared(library._request), [state_of(path) for path in sorted(files)]

@@ -131,7 +131,7 @@ def add(folder: str) -> None:
         # Every machine can compare the wheel's own files.
         inputs = vars(found.inputs)
         files = {path: state for path, state in inputs["files"].items() if path[0] == "@"}
-        absent = [path for path in inputs["absent"] if path[0] == "@"]
+        absent = {path: names for path, names in inputs["absent"].items() if path[0] == "@"}
         portable = inputs | {"files": files, "absent": absent}
         cache.write_record(f"{target}/manifest", found.manifest | {"inputs": portable})
 

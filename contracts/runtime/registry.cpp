@@ -50,7 +50,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     return line == at ? "a kernel" : state.substr(at, state.find(" ::", at) - at);
   }
 
-  // Return the message of the exception that is handled.
+  // Return the message of the exception that is handled. contract.cpp calls this function, too.
   std::string message() {
     try {
       throw;
@@ -133,6 +133,9 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
       return answer.c_str();
     }
   };
+
+  // Return whether the loader opened this library. contract.cpp calls this function.
+  bool was_held() { return Registry::here().held; }
 
   Initializer::Initializer(const Block& block) {
     Registry& registry = Registry::here();

@@ -52,15 +52,32 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["truncated", "empty", "one byte", "folder", "fifo", "loop", "gone", "foreign"]
+    "damage",
+    [
+        *("truncated", "one byte", "fifo"),
+        *(
+            pytest.param(d, marks=pytest.mark.long)
+            for d in "empty folder loop gone foreign".split()
+        ),
+    ],
 )
 def test_a_damaged_library_is_rebuilt_and_never_loaded(checkout, damage):
     assert (checkout.answer(), checkout.compiled()) == (1, 1)
     (library,) = checkout.libraries()
     spoil(library, damage)
-    assert checkout.answer() == 1
+    child = checkout.run()
+    assert (child.out, "built calcops" in child.err) == ("1\n", True), child.err
     child = checkout.run()
     assert (child.out, child.err) == ("1\n", "")
+
+
+def test_a_manifest_with_a_changed_byte_is_refused(checkout):
+    assert checkout.answer() == 1
+    manifest = checkout.libraries()[0].with_name("manifest")
+    text = manifest.read_bytes()
+    manifest.write_bytes(text.replace(b'"permanent": []', b'"permanent":[] '))
+    assert manifest.read_bytes() != text
+    assert "damaged" in checkout.main("why").out
 
 
 KINDS = ["truncated", "one byte", "gone", "empty", "folder", "fifo", "foreign"]
@@ -112,7 +129,7 @@ sys.addaudithook(full)
 
 
 def test_a_full_disk_at_any_write_of_the_loader_is_survived(checkout):
-    """Every second write fails, in a build of its own."""
+    """Every fourth write fails, in a build of its own."""
     pristine = checkout.cache.rename(checkout.path.parent / "pristine")
     results = set()
     number = 1
@@ -129,8 +146,8 @@ def test_a_full_disk_at_any_write_of_the_loader_is_survived(checkout):
         remove(checkout.cache)
         remove(checkout.path.parent / "aside" / f"calcops-{os.getuid()}")
         has_failed = writes >= number
-        number += 2
-    assert number >= 7
+        number += 4
+    assert number >= 9
 
 
 @pytest.fixture
@@ -144,24 +161,6 @@ def mounted(checkout):
     shutil.copytree(pristine, checkout.cache, dirs_exist_ok=True)
     yield checkout
     subprocess.run(["umount", "-l", str(checkout.cache)], check=True)
-
-
-@as_root
-@pytest.mark.parametrize("free", [0, 8, 32])
-def test_a_disk_that_fills_up_during_the_build_is_survived(mounted, free):
-    """The compiler fills the disk up to `free` KiB."""
-    fill = mounted.cache / "fill"
-    hook = mounted.hook(f"""
-case "$*" in *tiny.cpp*)
-  dd if=/dev/zero of={fill} bs=4k 2> /dev/null
-  truncate -s -{free}k {fill};;
-esac""")
-    text = answer(mounted, **hook)
-    if free == 0 or text != "1\n":
-        assert is_message(text), text
-        assert "full" in text or "No space" in text, text
-    fill.unlink()
-    assert answer(mounted) == "1\n"
 
 
 @as_root

@@ -37,6 +37,7 @@ def test_a_built_and_a_cached_library_are_mapped_from_their_file_in_the_cache(ch
         assert child.out == "True\n", child.err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("gdb") is None, reason="no gdb")
 def test_gdb_stops_in_a_kernel_and_shows_its_line_and_arguments(checkout):
     calls = """
@@ -72,13 +73,3 @@ while not os.path.exists('stop'):
     assert frame, gdb.stdout + gdb.stderr
     assert "atoms = 21" in gdb.stdout
     assert "int pairs = 2 * atoms;" in gdb.stdout
-
-
-def test_a_backtrace_names_the_file_and_the_function(checkout):
-    """Symbolisers open the file that a backtrace names, for example PyTorch's with
-    TORCH_SYMBOLIZE_MODE=addr2line."""
-    backtrace = "ctypes.CDLL(None).backtrace_symbols_fd((ctypes.c_void_p * 1)(address), 1, 1)"
-    script = f"{SCRIPT}address = ctypes.cast(kernel, ctypes.c_void_p).value\n{backtrace}"
-    child = checkout.run(script, CALCOPS_BUILD="0")
-    line = re.search(rf"^{checkout.cache}/\S+/slow\.so\(kernel", child.out, re.MULTILINE)
-    assert line, child.out + child.err

@@ -63,6 +63,7 @@ print(torch.ops.calcops.force(list_neigh, dE, Ri_d, 1).tolist())
 # ---- a C++ program -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
 def test_cmake_builds_a_cpp_host_without_the_cmake_package_of_torch(folder, tmp_path):
     (tmp_path / "host.cpp").write_text(HOST)

@@ -32,6 +32,15 @@ NAMES = {search: re.sub(r"\W", "_", search) for search in SEARCHES}
 OTHERS = ["beside", "forced", "macros", "rsp", "macro_name", "tested", "source", "linked"]
 
 
+# One of each kind: a flag, a folder of system headers, a variable. The others are long.
+QUICK = {"I", "isystem", "I before a variable"}
+
+
+def cases(names: list[str], quick: set[str]) -> list:
+    """Return parameters, of which those that are not in `quick` are marked as long."""
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.long) for n in names]
+
+
 class Everything(Checkout):
     """A library `mine` with inputs of every kind, and the values that they have now."""
 
@@ -172,7 +181,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", cases(EDITS, QUICK | (EDITS.keys() - SEARCHES.keys())))
 def test_an_edited_file_causes_a_rebuild_and_why_names_it(everything, edit):
     name, file, write = EDITS[edit]
     path = everything.project / file
@@ -213,7 +222,7 @@ def test_a_rebuilt_archive_is_linked_again_without_a_compile(everything):
     assert everything.compiled() == 0
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", cases(SEARCHES, QUICK))
 def test_a_header_that_appears_in_an_earlier_folder_is_used(everything, search):
     name = NAMES[search]
     header = everything.put(f"{name}/early/{name}.h", f"#define VALUE_{name} 3\n")
@@ -333,12 +342,16 @@ NO_INPUTS = {
     "the cache, restored from an archive": restored_cache,
     "the cache, spelled otherwise": lambda e: {"CALCOPS_CACHE": f"{e.cache}/../{e.cache.name}/."},
     "the folder of the loader": moved_checkout,
-    "MAX_JOBS": lambda e: {"MAX_JOBS": "7"},
-    "PATH": lambda e: {"PATH": f"{e.path}{os.pathsep}{os.environ['PATH']}"},
-    "HOME": lambda e: {"HOME": "/nowhere"},
-    "the locale": lambda e: {"LC_ALL": "de_DE.UTF-8", "LANG": "de_DE.UTF-8"},
-    "TMPDIR": lambda e: {"TMPDIR": str(e.path)},
-    "variables of others": lambda e: {"EDITOR": "vi", "PYTHONUNBUFFERED": "1", "CXXFLAGS": "-O1"},
+    "variables": lambda e: {
+        "MAX_JOBS": "7",
+        "PATH": f"{e.path}{os.pathsep}{os.environ['PATH']}",
+        "HOME": "/nowhere",
+        "LC_ALL": "de_DE.UTF-8",
+        "LANG": "de_DE.UTF-8",
+        "TMPDIR": str(e.path),
+        "PYTHONUNBUFFERED": "1",
+        "CXXFLAGS": "-O1",
+    },
 }
 
 

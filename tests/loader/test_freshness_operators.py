@@ -110,7 +110,7 @@ def test_without_a_compiler_a_fresh_library_is_used_and_an_edit_is_an_error(buil
 MACRO = '#define HEADER "tiny/tiny.h"\n#include HEADER\n' + ANSWER.format("return ANSWER;")
 
 
-@pytest.mark.parametrize("time", ["now", "long ago"])
+@pytest.mark.parametrize("time", ["now", pytest.param("long ago", marks=pytest.mark.long)])
 @pytest.mark.parametrize("source", ["first build", "edited", "behind a macro"])
 def test_a_header_saved_during_its_compile_is_compiled_again(checkout, source, time):
     if source != "first build":

@@ -122,10 +122,9 @@ def folder(tmp_path):
     return Checkout(tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_random_project_is_rebuilt_after_each_edit(folder, seed):
+def test_a_random_project_is_rebuilt_after_each_edit(folder):
     """clang++ is left to the long test, because it compiles the runtime of contracts anew."""
-    fault = check_project(folder, seed, 5, [compiler()] * 2)
+    fault = check_project(folder, 0, 5, [compiler()] * 2)
     assert not fault, fault
 
 

@@ -195,3 +195,15 @@ def test_verbose_prints_the_commands(checkout):
     child = checkout.load(verbose=True)
     assert re.search(r"-c \S*mine\.cpp", child.out + child.err)
     assert Path(checkout.libraries("mine")[0]).exists()
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_the_runtime_of_contracts_is_compiled_only_for_a_source_that_includes_it(tmp_path, jobs):
+    checkout = Checkout(tmp_path)
+    for part in "runtime", "registry":
+        checkout.write(f"contracts/runtime/{part}.cpp", "// compiles in a moment\n")
+    for include, compiled in ("", {"registry"}), ("#include <calcops/operator.h>\n", {"runtime"}):
+        checkout.put("mine.cpp", include + ANSWER.format("return 1;"))
+        assert checkout.loaded(MAX_JOBS=jobs) == 1
+        assert {*re.findall(r"runtime/(\w+)\.cpp", checkout.log.read_text())} == compiled
+        checkout.log.unlink()

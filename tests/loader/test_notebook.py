@@ -221,6 +221,7 @@ def pictures(cell):
     return [image.imread(io.BytesIO(base64.b64decode(png)))[..., :3] for png in data]
 
 
+@pytest.mark.long
 def test_the_example_notebook_gives_its_committed_outputs(tmp_path):
     pytest.importorskip("matplotlib")
     committed = nbformat.read(EXAMPLE, as_version=4)

@@ -80,6 +80,7 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
     assert "_calcops_jit/py.typed" in expected
 
 
+@pytest.mark.long
 def test_an_sdist_has_the_tests_and_builds_the_wheel_of_the_checkout(wheel, tmp_path):
     source = copy(tmp_path / "calcops")
     build = (
@@ -113,6 +114,7 @@ def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_ca
         path.chmod(path.stat().st_mode | 0o200)
 
 
+@pytest.mark.long
 def test_an_editable_installation_follows_edits_of_the_checkout(environment, tmp_path):
     source = copy(tmp_path / "calcops")
     pip("install", "--no-build-isolation", "-e", source, python=environment)
@@ -141,6 +143,7 @@ print(Potential.__module__, load.__code__.co_filename, StillingerWeber().cutoff)
     ]
 
 
+@pytest.mark.long
 def test_mypy_knows_the_operators_and_the_functions_of_the_module(wheel, environment, tmp_path):
     pytest.importorskip("mypy", reason="the type checker")
     pip("install", wheel, python=environment)

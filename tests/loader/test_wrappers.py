@@ -50,8 +50,9 @@ def script(path: Path, text: str) -> dict[str, str]:
     return {"CXX": str(path)}
 
 
-CASES = [("ccache", "in CXX"), ("ccache", "behind the name c++")]
-CASES += [("sccache", "in CXX"), ("sccache", "in a script")]
+CASES = [("ccache", "behind the name c++"), ("sccache", "in CXX")]
+for case in ("ccache", "in CXX"), ("sccache", "in a script"):
+    CASES.append(pytest.param(*case, marks=pytest.mark.long))
 
 
 @pytest.fixture
