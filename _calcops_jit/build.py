@@ -18,20 +18,12 @@ import glob
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
 from . import cache, child, handles
 from .cache import Generation
-from .compile import (
-    compile_and_link,
-    dependencies,
-    import_cpp_extension,
-    jobs,
-    linked,
-    write_compiler,
-)
+from .compile import compile_and_link, dependencies, import_cpp_extension, jobs, linked
 from .diagnosis import explain, foresee
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
 from .messages import BuildError, Progress, report, say
@@ -193,23 +185,38 @@ def _archives(request: Request, folder: str) -> list[Generation]:
     found = [cache.find(contracts), cache.find(registry)]
     if all(found):
         return found
-    import_cpp_extension()  # not while another thread makes a child
-    # No file can be run that another thread's child has inherited while it was written.
-    write_compiler(request, folder, [])
-    workers = min(jobs(request), 2)
-    pool = ThreadPoolExecutor(workers)
-    builds = [pool.submit(built, registry, [])]
-    has_contracts = request.asked is None
-    if has_contracts:
-        builds.insert(0, pool.submit(built, contracts, []))
-    if workers == 1:
-        wait(builds)
+    needed = [contracts, registry] if request.asked is None else [registry]
+    import_cpp_extension()  # once for all children
+    builds: list[Iterator] = []
+    for runtime in needed:
+        _start(runtime, request, builds)
     _, inputs = _compile(request, folder, [])
     read = map(request.unfold, inputs.files)
-    if not has_contracts and any(path.startswith(f"{CONTRACTS}/include/") for path in read):
-        builds.insert(0, pool.submit(built, contracts, []))
+    if contracts not in needed and any(path.startswith(f"{CONTRACTS}/include/") for path in read):
+        needed.insert(0, contracts)
+        _start(contracts, request, builds)
     _mark(folder, "runtime")
-    return [build.result() for build in builds]
+    for build in builds:
+        next(build)
+        build.close()
+    return [built(runtime, []) for runtime in needed]
+
+
+def _start(runtime: Request, request: Request, builds: list[Iterator]) -> None:
+    """Begin to build an archive in a child process, and add it to `builds`.
+
+    A thread would not do. It would fork while this one holds a lock, such as that of an import, and
+    nobody would release the lock in the child.
+    """
+
+    def steps() -> Iterator[None]:
+        built(runtime, [])
+        yield
+
+    if jobs(request) == 1:
+        built(runtime, [])
+    else:
+        builds.append(child.answers(steps, os.devnull))
 
 
 def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, Inputs]:

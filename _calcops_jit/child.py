@@ -32,9 +32,9 @@ class Ended(Exception):
 
 
 def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> Iterator:
-    """Run a generator in a child process, and yield what it yields.
+    """Run a generator in a child process, which begins now. Return an iterator over its values.
 
-    As soon as this generator is closed, or this process has ended in any way, the child and the
+    As soon as the iterator is closed, or this process has ended in any way, the child and the
     processes that it started are ended.
 
     Args:
@@ -42,7 +42,7 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
         log: path of the file for what the child prints.
         is_shown: print that here, too, at the end.
 
-    Raises:
+    Raises (the iterator):
         BuildError: the generator raised it.
         Ended: the child ended otherwise.
     """
@@ -57,6 +57,11 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
         here.close()
         _run(steps, there, log)
     there.close()
+    return _received(here, pid, log if is_shown else "")
+
+
+def _received(here: Connection, pid: int, shown_log: str) -> Iterator:
+    """Yield what a child sends."""
     status = 0
     try:
         while True:
@@ -70,9 +75,9 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
         here.close()
         with contextlib.suppress(ChildProcessError):  # another thread waits for every child
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if is_shown:
-            with contextlib.suppress(OSError, ValueError), open(log, errors="replace") as output:
-                print(output.read(), end="", flush=True)
+        if shown_log:
+            with contextlib.suppress(OSError, ValueError), open(shown_log, errors="replace") as log:
+                print(log.read(), end="", flush=True)
     if status < 0:
         raise Ended(f"ends the process by {signal.Signals(-status).name}")
     raise Ended(f"ends the process ({status})")

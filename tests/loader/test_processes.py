@@ -47,8 +47,36 @@ raise SystemExit(status)
 
 
 def test_a_forked_child_waits_for_no_thread_of_its_parent():
-    """The runtime is built by a thread that forks, while another thread builds the operators."""
+    """Two threads may load libraries. One forks while the other one computes."""
     assert subprocess.run([sys.executable, "-c", FORK_WHILE_A_THREAD_COMPUTES]).returncode == 0
+
+
+# While the sources are compiled, the compiling thread holds a lock, such as that of an import.
+COMPILE_WITH_A_LOCK = """
+import os, sys, threading, time
+from _calcops_jit import build
+lock, marker = threading.Lock(), sys.argv[1]
+def compile_and_link(request, folder, archives):
+    with lock:
+        if request.product.endswith(".a"):
+            open(marker, "w").close()
+        time.sleep(1)
+    deadline = time.monotonic() + 20
+    while not os.path.exists(marker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    raise RuntimeError("no compiler")
+build.compile_and_link = compile_and_link
+import calcops_jit
+"""
+
+
+def test_the_runtime_is_built_while_the_sources_are_compiled_with_a_lock(tmp_path):
+    marker = tmp_path / "marker"
+    command = [sys.executable, "-c", COMPILE_WITH_A_LOCK, marker]
+    environment = os.environ | {"CALCOPS_CACHE": str(tmp_path / "cache"), "MAX_JOBS": "2"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "no compiler" in result.stderr
+    assert marker.exists()
 
 
 def test_a_waiter_says_so_at_little_cost_and_builds_when_the_builder_is_killed(checkout):
