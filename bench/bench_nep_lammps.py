@@ -72,7 +72,7 @@ run {steps}
 """
 
 
-def run(environment, **script):
+def run_lammps(environment, **script):
     """Run LAMMPS on one rank and thread.
 
     Returns:
@@ -121,16 +121,19 @@ def build_nep_cpu(checkout, environment, folder):
     return plugin
 
 
-def write_data(case, type_names, path):
-    """Write a case as data of LAMMPS, and return its number of atoms."""
+def atoms_of(case, type_names):
+    """Return the crystal of a case."""
     _, constant, sites, _ = CASES[case]
     repeats = round((ATOMS / len(sites)) ** (1 / 3))
     types, x = crystal(case, repeats, len(type_names))
     symbols = np.array(type_names)[types]
-    atoms = Atoms(symbols, positions=x, cell=[repeats * constant] * 3, pbc=True)
+    return Atoms(symbols, positions=x, cell=[repeats * constant] * 3, pbc=True)
+
+
+def write_data(atoms, type_names, path):
+    """Write atoms as data of LAMMPS."""
     options = {"specorder": type_names, "masses": True, "atom_style": "atomic"}
     write(path, atoms, format="lammps-data", **options)
-    return len(atoms)
 
 
 def measure(case, plugins, options, folder):
@@ -139,7 +142,9 @@ def measure(case, plugins, options, folder):
     with contextlib.redirect_stdout(io.StringIO()):
         model = load(path)
     package.save(model, folder / "model.pt2")
-    natoms = write_data(case, model.type_names, folder / "data")
+    atoms = atoms_of(case, model.type_names)
+    natoms = len(atoms)
+    write_data(atoms, model.type_names, folder / "data")
     names = " ".join(model.type_names)
     styles = {
         "ours": {"style": f"calcops {folder / 'model.pt2'}", "coeff": names},
@@ -150,7 +155,9 @@ def measure(case, plugins, options, folder):
     results = {}
     for _ in range(options.times):
         for name, style in styles.items():
-            seconds, *results[name] = run(options.lammps, plugin=plugins[name], **style, **common)
+            seconds, *results[name] = run_lammps(
+                options.lammps, plugin=plugins[name], **style, **common
+            )
             best[name] = min(best[name], seconds)
     (energy, forces), (expected, expected_forces) = results["ours"], results["NEP_CPU"]
     apart = abs(energy - expected) / natoms
