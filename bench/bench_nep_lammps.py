@@ -164,7 +164,7 @@ def measure(case, plugins, options, folder):
     forces_apart = np.abs(forces - expected_forces).max() / np.abs(expected_forces).max()
     times = [f"{1e6 * seconds / natoms:.2f}" for seconds in best.values()]
     ratio = f"{best['NEP_CPU'] / best['ours']:.1f}"
-    return [case, str(natoms), *times, ratio, f"{apart:.0e}", f"{forces_apart:.0e}"], apart
+    return [case, *times, ratio, f"{apart:.0e}", f"{forces_apart:.0e}"], apart
 
 
 def main():
@@ -180,7 +180,7 @@ def main():
     options.lammps = options.lammps.absolute()
     options.nep_cpu = options.nep_cpu.absolute()
     options.gpumd = options.gpumd.absolute()
-    head = ["model", "atoms", "ours, us", "NEP_CPU, us", "NEP_CPU / ours"]
+    head = ["model", "ours, us", "NEP_CPU, us", "NEP_CPU / ours"]
     head += ["energy apart", "forces apart"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
