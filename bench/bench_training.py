@@ -342,7 +342,7 @@ def main():
                     costs[name] = f"{steps[model]:.1f} | {evaluation:.1f}"
                     packages[name] = own / "model.pt2"
         crystal = crystal_of(train_images)
-        lammps = lammps_times(packages, crystal) if ENVIRONMENT.exists() else {}
+        lammps = lammps_times(packages, crystal) if packages and ENVIRONMENT.exists() else {}
         for name in packages:
             costs[name] += f" | {lammps[name]:.1f}" if lammps else " | -"
         for backend in options.backends:
