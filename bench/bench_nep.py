@@ -114,28 +114,46 @@ class NepCpu:
         return np.ctypeslib.as_array(energy, (n,)), np.ctypeslib.as_array(force, (natoms, 3))
 
 
-def compiled(checkout, folder):
-    """Return the library of NEP_CPU."""
-    (folder / "shim.cpp").write_text(SHIM)
+def compile_nep_cpu(checkout, source, library, *flags):
+    """Compile NEP_CPU and one more source into a library."""
     sources = [checkout / "src" / f"{name}.cpp" for name in ("nep", "ewald_nep", "neighbor_nep")]
-    command = ["g++", "-O3", "-march=native", "-fPIC", "-shared", f"-I{checkout / 'src'}"]
+    command = ["g++", "-O3", "-march=native", "-fPIC", "-shared", f"-I{checkout / 'src'}", *flags]
+    subprocess.run([*command, source, *sources, "-o", library], check=True)
+
+
+def library_of(checkout, folder):
+    """Return the library of NEP_CPU with the C interface."""
+    (folder / "shim.cpp").write_text(SHIM)
     library = folder / "libnep_cpu.so"
-    subprocess.run([*command, folder / "shim.cpp", *sources, "-o", library], check=True)
+    compile_nep_cpu(checkout, folder / "shim.cpp", library)
     return ctypes.CDLL(str(library))
+
+
+def file_of(case, gpumd, nep_cpu):
+    """Return the nep.txt of a case, or None if it is in a checkout that is not given."""
+    name = CASES[case][0]
+    if not name.startswith("NEP_CPU/"):
+        return gpumd / "potentials" / "nep" / name
+    return nep_cpu and nep_cpu / name.removeprefix("NEP_CPU/")
+
+
+def crystal(case, repeats, ntypes):
+    """Return the types and the disturbed positions (A) of `repeats` cells in each direction."""
+    _, constant, sites, types_of_sites = CASES[case]
+    random = np.random.default_rng(0)
+    cells = np.stack(np.meshgrid(*[np.arange(repeats)] * 3, indexing="ij"), -1).reshape(-1, 1, 3)
+    x = ((cells + sites) * constant).reshape(-1, 3)
+    if types_of_sites is None:
+        types = random.integers(0, ntypes, len(x))
+    else:
+        types = np.tile(types_of_sites, len(x) // len(sites))
+    return types, x + random.normal(0, 0.05, x.shape)
 
 
 def block_of(case, model):
     """Return types, list_neigh [BLOCK, K] and positions of a block of atoms and its neighbours."""
-    _, constant, sites, types_of_sites = CASES[case]
-    random = np.random.default_rng(0)
-    repeats = 2 * int(np.ceil(model.cutoff / constant)) + 8
-    cells = np.stack(np.meshgrid(*[np.arange(repeats)] * 3, indexing="ij"), -1).reshape(-1, 1, 3)
-    x = ((cells + sites) * constant).reshape(-1, 3)
-    if types_of_sites is None:
-        types = random.integers(0, len(model.type_names), len(x))
-    else:
-        types = np.tile(types_of_sites, len(x) // len(sites))
-    x += random.normal(0, 0.05, x.shape)
+    constant = CASES[case][1]
+    types, x = crystal(case, 2 * int(np.ceil(model.cutoff / constant)) + 8, len(model.type_names))
     middle = x.mean(0)
     centres = np.argsort(np.abs(x - middle).max(1), kind="stable")[:BLOCK]
     rows = cKDTree(x).query_ball_point(x[centres], model.cutoff)
@@ -203,14 +221,11 @@ def main():
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        library = compiled(options.nep_cpu, folder) if options.nep_cpu else None
+        library = library_of(options.nep_cpu, folder) if options.nep_cpu else None
         for case in options.cases:
-            name = CASES[case][0]
-            path = options.gpumd / "potentials" / "nep" / name
-            if name.startswith("NEP_CPU/"):
-                if not options.nep_cpu:
-                    continue
-                path = options.nep_cpu / name.removeprefix("NEP_CPU/")
+            path = file_of(case, options.gpumd, options.nep_cpu)
+            if path is None:
+                continue
             row = measure(case, path, library, options.repeats, folder)
             print(f"| {' | '.join(row)} |", flush=True)
 

@@ -18,7 +18,9 @@ The time is processor time, from the start of a program to its finished model: o
 its package, of DeePMD-kit's `train` and `freeze`. So other work of the machine hardly changes it.
 For calcops.train there are also the processor time of a training step, the least of several rounds
 in which the models take turns, and that of an evaluation of energies, forces and virials of atoms
-by the package, for some 500 atoms.
+by the package, for some 500 atoms. If there is the LAMMPS of `make lammps`, the table has the
+processor time of its step with each package, too, for some 4,000 atoms on one rank. The energy in
+LAMMPS must be that of ASE.
 --backends needs deepmd-kit[torch] (for tf also deepmd-kit[cpu]) in an environment in
 build/deepmd/environment. Without a word it leaves DeePMD-kit out.
 """
@@ -38,6 +40,8 @@ import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
 from bench_deepmd import DEEPMD_PYTHON, ROOT
+from bench_nep_lammps import ATOMS, ENVIRONMENT, build_plugin, run_lammps, write_data
+from calcops.ase import CalcOps
 from calcops.potentials import load
 from calcops.train import __main__ as command
 from calcops.train.datasets import elements_of, frames_of, read
@@ -253,6 +257,38 @@ def evaluation_time(path, image):
     return 1e6 * min(times) / len(image)
 
 
+def lammps_times(paths, image):
+    """Return the least processor time (us an atom) of a step of LAMMPS with each package, in turns.
+
+    Args:
+        paths: {name: path of a package}.
+        image: a periodic frame, of which the crystal is a multiple.
+
+    Raises:
+        SystemExit: the energy in LAMMPS is not that in ASE.
+    """
+    atoms = image.repeat(round((ATOMS / len(image)) ** (1 / 3)))
+    plugin = build_plugin(ENVIRONMENT)
+    least = {}
+    for turn in range(5):
+        for name, path in paths.items():
+            package = load(path)
+            with tempfile.TemporaryDirectory() as folder:
+                data = Path(folder, "data")
+                write_data(atoms, package.type_names, data)
+                coeff = " ".join(package.type_names)
+                script = {"data": data, "style": f"calcops {path}", "coeff": coeff, "steps": 20}
+                seconds, energy, _ = run_lammps(ENVIRONMENT, plugin=plugin, **script)
+            taken = 1e6 * seconds / len(atoms)
+            least[name] = min(taken, least.get(name, taken))
+            if turn == 0:
+                atoms.calc = CalcOps(package)
+                expected = atoms.get_potential_energy()
+                if abs(energy - expected) > 1e-10 * abs(expected):
+                    sys.exit(f"bench_training: {name}: {energy} eV in LAMMPS, {expected} in ASE")
+    return least
+
+
 def crystal_of(images):
     """Return the first frame that is periodic in three directions."""
     return next(image for image in images if image.pbc.all())
@@ -291,6 +327,7 @@ def main():
     labels = {key: value.numpy() for key, value in test.items()}
     rows = {}
     costs = {}
+    packages = {}
     with tempfile.TemporaryDirectory() as temporary:
         work = options.keep.absolute() if options.keep else Path(temporary)
         steps = step_times(options, train_images)
@@ -303,6 +340,11 @@ def main():
                 if not switch:
                     evaluation = evaluation_time(own / "model.pt2", crystal_of(train_images))
                     costs[name] = f"{steps[model]:.1f} | {evaluation:.1f}"
+                    packages[name] = own / "model.pt2"
+        crystal = crystal_of(train_images)
+        lammps = lammps_times(packages, crystal) if packages and ENVIRONMENT.exists() else {}
+        for name in packages:
+            costs[name] += f" | {lammps[name]:.1f}" if lammps else " | -"
         for backend in options.backends:
             folder = work / backend
             systems = write_systems(folder / "train", train_images, type_names)
@@ -317,13 +359,14 @@ def main():
     )
     print(
         "| trained by | energy, meV/atom | force, meV/A | virial, meV/atom "
-        "| processor time, minutes | a step, ms | evaluation, us an atom |"
+        "| processor time, minutes | a step, ms | evaluation, us an atom "
+        "| in LAMMPS, us an atom |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name, (minutes, (energy, force, virial)) in rows.items():
         print(
             f"| {name} | {energy:.2f} | {force:.1f} | {virial:.1f} | {minutes:.1f} "
-            f"| {costs.get(name, ' | ')} |"
+            f"| {costs.get(name, ' | | ')} |"
         )
 
 

@@ -17,6 +17,8 @@ from torch._inductor import config
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "aot_inductor_force"
 sys.path.append(str(FOLDER))
+from calcops.nep import load as load_nep  # noqa: E402
+from calcops.potentials.package import save  # noqa: E402
 from calcops.potentials.potential import describe  # noqa: E402
 from energy_model import EnergyModel  # noqa: E402
 
@@ -83,6 +85,18 @@ def test_the_package_in_python_is_equal_to_eager(ran):
     differences = re.findall(r"slots, \d+ ghosts: (\S+) from eager", ran.stdout)
     assert len(differences) == 3
     assert all(float(difference) <= 1e-12 for difference in differences)
+
+
+def test_the_host_runs_a_package_of_calcops_nep(ran, build):
+    """Its ions are the first two of the file's three types."""
+    model = load_nep(ROOT / "tests" / "packages" / "nep_models" / "nep4_types.txt")
+    save(model, build / "nep.pt2")
+    command = [build / "host", build / "nep.pt2", "cpu", build / "nep_results.pt"]
+    subprocess.run(command, env=ENVIRONMENT, check=True)
+    for types, list_neigh, Rij, *tensors in torch.load(build / "nep_results.pt"):
+        eager = model(types, list_neigh, Rij, ghosts(types, list_neigh))
+        for result, expected in zip(tensors[:5], eager, strict=True):
+            assert_close(result, expected)
 
 
 def by_autograd(energy, types, list_neigh, Rij):
