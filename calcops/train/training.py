@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -244,7 +244,9 @@ class Run:
         except KeyboardInterrupt:
             progress.close()
             if is_first:
-                trainer.save(self.checkpoint)
+                # torchrun passes Ctrl-C on, so that a process gets it twice.
+                with suppress(KeyboardInterrupt), delayed_interrupt():
+                    trainer.save(self.checkpoint)
             raise SystemExit(
                 f"stopped after {len(trainer.history)} of {last} steps; "
                 f"the same command goes on from {self.checkpoint}"

@@ -201,6 +201,23 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_its_record(moment, monkeypatch):
     assert Path("stopped/nep.txt").read_bytes() == Path("whole/nep.txt").read_bytes()
 
 
+def test_a_second_ctrl_c_does_not_stop_the_checkpoint_of_the_first(monkeypatch):
+    save = Trainer.save
+
+    def interrupted_save(trainer, path):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(trainer, path)
+
+    def stop(trainer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "save", interrupted_save)
+    monkeypatch.setattr(Trainer, "step", stop)
+    with pytest.raises(SystemExit, match="stopped after 0 of 20 steps"):
+        run("frames.extxyz", *SMALL, "--folder", "out")
+    assert Path("out/checkpoint.pt").exists()
+
+
 def test_a_step_that_fails_draws_its_frames_again(images, monkeypatch):
     model = model_of(images)
     trainer = Trainer(model, Data(frames_of(images, model.type_names), model), steps=1, seed=0)
