@@ -4,6 +4,7 @@ python -m calcops.nep nep.txt si.pt2
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ def main():
     parser.add_argument("--device", default="cpu", help="of a package")
     parser.add_argument("--float32", action="store_true", help="a model of float32 numbers")
     options = parser.parse_args()
+    if options.cells < 4:
+        raise ValueError(f"expected --cells of at least 4, got {options.cells}")
     model = load(options.model, options.types, options.cells)
     dtype = torch.float32 if options.float32 else torch.float64
     save(model, options.output, dtype, options.device)
@@ -30,4 +33,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"calcops.nep: {error}")

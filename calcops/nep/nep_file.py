@@ -140,18 +140,23 @@ def _read(lines):
     type_names = first[2:]
     if T < 1 or len(type_names) != T:
         raise ValueError(f"expected {T} types in the first line, got {' '.join(first)}")
+    if len(set(type_names)) < T:
+        raise ValueError(f"expected different types in the first line, got {' '.join(first)}")
 
     zbl = _zbl(_numbers(lines, "zbl")) if has_zbl else None
     cutoffs = _cutoffs(_numbers(lines, "cutoff"), T)
-    functions = [int(number) + 1 for number in _numbers(lines, "n_max", 2)]
-    basis = [int(number) + 1 for number in _numbers(lines, "basis_size", 2)]
-    l_max, has_q222, has_q1111 = _invariants(_numbers(lines, "l_max"))
-    neurons, layers = _numbers(lines, "ANN", 2)
-    if layers != 0:
-        raise ValueError(f"expected `ANN <neurons> 0`, got {neurons:g} {layers:g}")
-    neurons = int(neurons)
+    functions = [number + 1 for number in _counts(lines, "n_max", 2)]
+    basis = [number + 1 for number in _counts(lines, "basis_size", 2)]
+    l_max, has_q222, has_q1111 = _invariants(_counts(lines, "l_max"))
+    neurons, layers = _counts(lines, "ANN", 2)
+    if neurons == 0 or layers != 0:
+        raise ValueError(f"expected `ANN <neurons> 0`, got {neurons} {layers}")
     dim = functions[0] + functions[1] * (l_max + has_q222 + has_q1111)
 
+    lines = list(lines)
+    wrong = next((line for line in lines if len(line) > 1), None)
+    if wrong:
+        raise ValueError(f"expected a number a line after the head, got {' '.join(wrong)}")
     numbers = np.array([float(line[0]) for line in lines])
     nets = T if version == 4 else 1
     sizes = [nets * (dim + 2) * neurons, 1, *(T * T * f * b for f, b in zip(functions, basis)), dim]
@@ -202,6 +207,14 @@ def _numbers(lines, keyword, count=None):
     return [float(number) for number in line[1:]]
 
 
+def _counts(lines, keyword, count=None):
+    """Return what _numbers returns, as integers from 0 on."""
+    numbers = _numbers(lines, keyword, count)
+    if not all(number >= 0 and number.is_integer() for number in numbers):
+        raise ValueError(f"expected integers from 0 on in `{keyword}`, got {numbers}")
+    return [int(number) for number in numbers]
+
+
 def _zbl(numbers):
     if numbers[:2] == [0, 0]:
         raise ValueError("a flexible ZBL is not supported")
@@ -217,14 +230,14 @@ def _cutoffs(numbers, T):
     if len(numbers) not in (4, 2 * T + 2):
         raise ValueError(f"expected a line of `cutoff` and 4 or {2 * T + 2} numbers")
     cutoffs = np.array(numbers[:-2]).reshape(-1, 2)
-    if not (cutoffs > 0).all() or (cutoffs[:, 1] > cutoffs[:, 0]).any():
+    if not (np.isfinite(cutoffs) & (cutoffs > 0)).all() or (cutoffs[:, 1] > cutoffs[:, 0]).any():
         raise ValueError(f"expected radial >= angular > 0 in `cutoff`, got {cutoffs.tolist()}")
     return np.broadcast_to(cutoffs, (T, 2))
 
 
 def _invariants(numbers):
     """Return l_max and whether there are q_222 and q_1111. An old file has a 2 for q_222."""
-    l_max, *flags = [int(number) for number in numbers]
+    l_max, *flags = numbers or [0]
     if not 1 <= l_max <= 4:
         raise ValueError(f"expected `l_max` from 1 to 4, got {l_max}")
     if len(flags) < 2 or flags[0] not in (0, 1, 2) or flags[1] not in (0, 1):

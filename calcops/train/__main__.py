@@ -150,7 +150,7 @@ def parse(words):
     parser = arguments()
     options = parser.parse_args(words)
     if options.settings:
-        parser.set_defaults(**settings_of(options.settings, vars(options)))
+        parser.set_defaults(**settings_of(options.settings, parser))
         options = parser.parse_args(words)
     set_model(options)
     check(options)
@@ -163,23 +163,47 @@ def parse(words):
     return options
 
 
-def settings_of(path, options):
-    """Return the settings of a file. Their names are among those of `options`.
+def settings_of(path, parser):
+    """Return the settings of a file, as the parser returns the same options of a command.
 
     Raises:
-        ValueError: the file cannot be read, or has other names.
+        ValueError: the file cannot be read, or a name or a value is wrong.
     """
     try:
         settings = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
-    unknown = sorted(name for name in settings if name == "settings" or name not in options)
+    names = vars(parser.parse_args([])).keys() - {"settings"}
+    unknown = sorted(settings.keys() - names)
     if unknown:
         raise ValueError(f"{path}: expected options, got {', '.join(unknown)}")
-    for name in ("folder", "start"):
-        if name in settings:
-            settings[name] = Path(settings[name])
-    return settings
+    parser.exit_on_error = False
+    try:
+        return {name: setting_of(name, value, parser) for name, value in settings.items()}
+    except (argparse.ArgumentError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    finally:
+        parser.exit_on_error = True
+
+
+def setting_of(name, value, parser):
+    """Return the value of a setting as the parser returns that of the option.
+
+    Raises:
+        argparse.ArgumentError, ValueError: the option does not take the value.
+    """
+    default = parser.get_default(name)
+    if default is False and not isinstance(value, bool):
+        raise ValueError(f"expected {name} of true or false, got {value!r}")
+    if default is False or value == default:
+        return value
+    values = [str(number) for number in (value if isinstance(value, list) else [value])]
+    if name == "frames":
+        return values
+    options = parser.parse_args([option(name), *values])
+    if options.frames:  # the values that the option leaves
+        raise ValueError(f"expected fewer values of {name}, got {value}")
+    return getattr(options, name)
 
 
 def set_model(options):
@@ -238,19 +262,37 @@ def check(options):
     for name in sizes:
         if not getattr(options, name) > 0:
             raise ValueError(f"expected --{name} > 0, got {getattr(options, name)}")
+    check_rates(options)
     if not 0 < options.held_out < 1:
         raise ValueError(f"expected --held-out between 0 and 1, got {options.held_out:g}")
     if options.stress_key and options.virial_key:
         raise ValueError("expected --stress-key or --virial-key, got both")
     if not options.start:
+        if np.isinf(options.cutoff):
+            raise ValueError("expected a finite --cutoff, got inf")
         checks = {"nep": check_nep, "deep-potential": check_deep_potential}
         checks[options.model](options)
+
+
+def check_rates(options):
+    """Raise ValueError if the rates, the weights of the loss or the seed are wrong."""
+    for name in ("rates", "weights"):
+        numbers = getattr(options, name)
+        if numbers and not (np.isfinite(numbers).all() and min(numbers) >= 0 and max(numbers) > 0):
+            raise ValueError(
+                f"expected {option(name)} from 0 on, not all of them 0, got {list(numbers)}"
+            )
+    if options.seed < 0:
+        raise ValueError(f"expected --seed from 0 on, got {options.seed}")
 
 
 def check_deep_potential(options):
     """Raise ValueError if an option of a Deep Potential is wrong."""
     if not options.smooth < options.cutoff:
         raise ValueError(f"expected --smooth < {options.cutoff:g}, got {options.smooth:g}")
+    for name in ("embedding", "fitting"):
+        if min(getattr(options, name)) < 1:
+            raise ValueError(f"expected {option(name)} > 0, got {getattr(options, name)}")
     if options.axis > options.embedding[-1]:
         raise ValueError(
             f"expected --axis of at most {options.embedding[-1]}, the last width of --embedding, "

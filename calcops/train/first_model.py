@@ -78,7 +78,7 @@ def read_nep(path):
     Raises:
         ValueError: there is no such file, or it is no nep.txt.
     """
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"expected a model, got {path}")
     return read(path)
 

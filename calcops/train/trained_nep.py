@@ -24,6 +24,9 @@ from calcops.train.weights import least_energies
 
 kLeastVariance = 1e-3  # of a radial function over the distances, in units of the largest
 kLeastDeviation = 1e-3  # of a number of the descriptor, in units of its root mean square
+# Of an invariant, in units of that of a single neighbour at the usual distances. In perfect
+# crystals some invariants are zero but for rounding errors, which must not be scaled to inputs.
+kLeastInvariant = 1e-6
 kSaturated = -20.0  # the b0 of a neuron without inputs: its tanh is 1 in float64
 kShareOfFunctions = 0.3  # of Muon's rate, since radial functions shift the whole descriptor
 
@@ -81,13 +84,19 @@ class TrainedNep(Nep):
         self.most_neighbours = int(pairs.most.sum())
         moments = moments_of_basis(frames, file)
         for part, name in enumerate(("radial", "angular")):
+            if not moments[part].any():
+                raise ValueError(
+                    f"expected neighbours within the {name} cutoff of "
+                    f"{file.cutoffs[:, part].max():g} A, got none at all"
+                )
             to_basis = orthonormal(moments[part])
             c = getattr(self, f"{name}_c")
             c = torch.linalg.solve(to_basis, c) if random is None else functions_like(c, random)
             self.register_buffer(f"{name}_to_basis", to_basis)
             self.register_parameter(f"{name}_functions", parameter_of(c))
         self.register_buffer("rows", rows_of_invariants(self))
-        mean, deviation = statistics_of(self, frames)
+        pairs_per_atom = moments[1].trace() / pairs.atoms.sum()
+        mean, deviation = statistics_of(self, frames, self.least_invariants(pairs_per_atom))
         self.register_buffer("mean", mean)
         self.register_buffer("deviation", deviation)
         if random is None:
@@ -188,6 +197,21 @@ class TrainedNep(Nep):
         if self.has_q1111:
             q.append(self.k1111 * q[0] * q[0])
         return torch.cat(q, 1)
+
+    @torch.no_grad()
+    def least_invariants(self, squares):
+        """Return the least deviations [dim] of the descriptor; 0 for its radial part.
+
+        Args:
+            squares: the sum of the squares of the angular part's basis over the neighbours of an
+                atom, the mean of all atoms.
+        """
+        g = (squares * self.angular_functions.square().sum(1).mean(0)).sqrt()
+        A = g.new_zeros((self.l_max + 1) ** 2, 1, len(g))
+        for l in range(self.l_max + 1):  # noqa: E741
+            A[l * l + l, 0] = ((2 * l + 1) / (4 * torch.pi)) ** 0.5 * g  # Y_l0 along z
+        radial = g.new_zeros(self.radial_functions.shape[-1])
+        return torch.cat([radial, kLeastInvariant * self.invariants(A)[0].abs()])
 
     def write(self, path):
         """Write the model as a nep.txt."""
@@ -308,10 +332,10 @@ def orthonormal(moments):
 
 
 @torch.no_grad()
-def statistics_of(model, frames):
+def statistics_of(model, frames, least):
     """Return mean and deviation [nets, dim] of the descriptors of a model, by type of the centre.
 
-    Types without atoms get the statistics of all atoms.
+    Types without atoms get the statistics of all atoms. Deviations are at least `least` [dim].
     """
     all_types = []
     descriptors = []
@@ -322,7 +346,7 @@ def statistics_of(model, frames):
         all_types.append(types[types >= 0])
     q = torch.cat(descriptors)
     types = torch.cat(all_types)
-    least = kLeastDeviation * q.square().mean(0).sqrt()
+    least = torch.maximum(least, kLeastDeviation * q.square().mean(0).sqrt())
     means = []
     deviations = []
     for t in range(len(model.w0)):

@@ -218,9 +218,14 @@ class Trainer:
 
     def step(self):
         """Draw a batch, and take one step of both optimizers along the processes' mean gradient."""
+        state = self.generator.get_state()
         index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
-        squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])
-        squares, *gradients = mean_of_processes([squares, *gradients])
+        try:
+            squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])
+            squares, *gradients = mean_of_processes([squares, *gradients])
+        except BaseException:  # after Ctrl-C another process may have gone: a checkpoint follows
+            self.generator.set_state(state)
+            raise
         for parameter, gradient in zip(self.parameters.values(), gradients):
             parameter.grad = gradient
         self.update(self.rate(len(self.history)))
@@ -296,4 +301,4 @@ def optimizers_of(parameters, shares):
     adam = torch.optim.Adam(
         [{"params": others, "share": kShareOfAdam}], betas=(0.9, 0.99), fused=True
     )
-    return [Muon(groups), adam]
+    return [Muon(groups), adam] if groups else [adam]

@@ -4,8 +4,10 @@ import csv
 import fcntl
 import hashlib
 import os
+import signal
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -53,6 +55,25 @@ def locked(folder):
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def delayed_interrupt():
+    """Delay Ctrl-C to the end of the block, which then raises KeyboardInterrupt.
+
+    Python's own handler would raise it within a step, whose optimizers it leaves half done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = []
+    handler = signal.signal(signal.SIGINT, lambda *received: signals.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if signals:
+            raise KeyboardInterrupt
 
 
 def identity_of(data, held_out, options):
@@ -212,21 +233,28 @@ class Run:
         )
         try:
             for step in progress:
-                start = time.perf_counter()
-                trainer.step()
-                seconds.append(time.perf_counter() - start)
-                is_recorded = (step + 1) % self.options.every == 0 or step + 1 == last
-                if is_first and is_recorded:
-                    errors = self.record(step + 1)
-                    progress.write(f"step {step + 1:6}, held out: {in_words(errors)}")
+                with delayed_interrupt():
+                    start = time.perf_counter()
+                    trainer.step()
+                    seconds.append(time.perf_counter() - start)
+                    is_recorded = (step + 1) % self.options.every == 0 or step + 1 == last
+                    if is_first and is_recorded:
+                        errors = self.record(step + 1)
+                        progress.write(f"step {step + 1:6}, held out: {in_words(errors)}")
         except KeyboardInterrupt:
             progress.close()
             if is_first:
-                trainer.save(self.checkpoint)
+                # torchrun passes Ctrl-C on, so that a process gets it twice.
+                with suppress(KeyboardInterrupt), delayed_interrupt():
+                    trainer.save(self.checkpoint)
             raise SystemExit(
                 f"stopped after {len(trainer.history)} of {last} steps; "
                 f"the same command goes on from {self.checkpoint}"
             ) from None
+        done = len(trainer.history)
+        if is_first and (not trainer.records or trainer.records[-1][0] < done):
+            # It was stopped at this step, and --steps is no larger now.
+            print(f"step {done:6}, held out: {in_words(self.record(done))}")
         if is_first and len(seconds) > 1:
             # With --compile the first step compiles, so it does not count.
             mean = 1e3 * sum(seconds[1:]) / (len(seconds) - 1)
@@ -243,9 +271,15 @@ class Run:
         self.write_log()
         if self.loss(errors) < self.least_loss:
             self.least_loss = self.loss(errors)
-            self.trainer.model.write(self.best)
+            self.write_best()
         self.trainer.save(self.checkpoint)
         return errors
+
+    def write_best(self):
+        """Write the best model. A process that is killed meanwhile leaves the old file."""
+        new = self.best.with_stem(f"new_{self.best.stem}")  # np.savez wants the suffix
+        self.trainer.model.write(new)
+        os.replace(new, self.best)
 
     def write_log(self):
         """Write log.csv."""

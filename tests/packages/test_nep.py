@@ -5,6 +5,7 @@ nep_reference.py wrote the models and results in nep_models/.
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +287,14 @@ def edited(name, old, new, tmp_path):
         ("nep4", "ANN 8 0", "ANN 8 1", "expected `ANN <neurons> 0`, got 8 1"),
         ("nep4", "ANN 8 0\n", "", "expected a line of `ANN` and 2 numbers"),
         ("nep4", "ANN 8 0\n", "ANN 8 0\nnan\n", r"expected \d+ numbers after the head"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n1 2\n", "expected a number a line after the head, got 1 2"),
+        ("nep4", "ANN 8 0", "ANN inf 0", "expected integers from 0 on in `ANN`"),
+        ("nep4", "ANN 8 0", "ANN 0 0", "expected `ANN <neurons> 0`, got 0 0"),
+        ("nep4", "n_max 4 4", "n_max 4.7 4", "expected integers from 0 on in `n_max`"),
+        ("nep4", "n_max 4 4", "n_max -1 4", "expected integers from 0 on in `n_max`"),
+        ("nep4", "l_max 4 0 0", "l_max", "expected `l_max` from 1 to 4, got 0"),
+        ("nep4", "cutoff 5 4", "cutoff inf 4", "expected radial >= angular > 0 in `cutoff`"),
+        ("nep4_types", "3 Ag Cu Al", "3 Ag Cu Ag", "expected different types in the first line"),
         ("nep4", "nep4 1 Si", "Si", "expected nep3, nep3_zbl, nep4 or nep4_zbl, got 'Si'"),
     ],
 )
@@ -307,3 +316,20 @@ def test_wrong_types_and_files_are_errors(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match="expected nep3, nep3_zbl, nep4 or nep4_zbl"):
         load(tmp_path / "empty.txt")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    {
+        "none.txt si.pt": "No such file or directory: 'none.txt'",
+        f"{FILES / 'nep4.txt'} si.pt --types Au": "expected different types of Si, got Au",
+        f"{FILES / 'nep4.txt'} si.pt --cells 0": "expected --cells of at least 4, got 0",
+    }.items(),
+)
+def test_the_command_prints_errors_without_a_traceback(words, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["calcops.nep", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("calcops.nep", run_name="__main__")
+    assert str(stop.value.code).startswith("calcops.nep: ")
+    assert message in str(stop.value.code)

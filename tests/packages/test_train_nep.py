@@ -1,6 +1,7 @@
 """python -m calcops.train --model nep: it learns, resumes, and writes a nep.txt with its results."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from calcops.nep.nep_file import read  # noqa: E402
 from calcops.nep.nep_file import write as write_nep  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
-from calcops.train import training  # noqa: E402
+from calcops.train import trained_nep, training  # noqa: E402
 from calcops.train.datasets import frames_of  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
 from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate  # noqa: E402
@@ -173,6 +174,147 @@ def test_a_training_that_was_stopped_ends_bit_for_bit_as_without_the_stop(monkey
     assert Path("stopped/nep.txt").read_bytes() == Path("whole/nep.txt").read_bytes()
 
 
+@pytest.mark.parametrize("moment", ["in a step", "in a record"])
+def test_ctrl_c_waits_for_the_end_of_a_step_and_its_record(moment, monkeypatch):
+    run("frames.extxyz", *SMALL, "--folder", "whole")
+    owner, name, steps = {
+        "in a step": (Trainer, "update", 13),
+        "in a record": (training.Run, "write_best", 10),
+    }[moment]
+    method = getattr(owner, name)
+    calls = []
+
+    def stopped(self, *words):
+        calls.append(name)
+        if len(calls) == (13 if name == "update" else 1):
+            os.kill(os.getpid(), signal.SIGINT)
+        method(self, *words)
+
+    monkeypatch.setattr(owner, name, stopped)
+    with pytest.raises(SystemExit, match=f"stopped after {steps} of 20 steps"):
+        run("frames.extxyz", *SMALL, "--folder", "stopped")
+    monkeypatch.setattr(owner, name, method)
+    run("frames.extxyz", *SMALL, "--folder", "stopped")
+    ours, expected = (torch.load(f"{folder}/checkpoint.pt") for folder in ("stopped", "whole"))
+    assert ours["history"] == expected["history"]
+    assert ours["records"] == expected["records"]
+    assert Path("stopped/nep.txt").read_bytes() == Path("whole/nep.txt").read_bytes()
+
+
+def test_a_second_ctrl_c_does_not_stop_the_checkpoint_of_the_first(monkeypatch):
+    save = Trainer.save
+
+    def interrupted_save(trainer, path):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(trainer, path)
+
+    def stop(trainer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "save", interrupted_save)
+    monkeypatch.setattr(Trainer, "step", stop)
+    with pytest.raises(SystemExit, match="stopped after 0 of 20 steps"):
+        run("frames.extxyz", *SMALL, "--folder", "out")
+    assert Path("out/checkpoint.pt").exists()
+
+
+def test_a_step_that_fails_draws_its_frames_again(images, monkeypatch):
+    model = model_of(images)
+    trainer = Trainer(model, Data(frames_of(images, model.type_names), model), steps=1, seed=0)
+    state = trainer.generator.get_state()
+
+    def fail(*words):
+        raise RuntimeError("another process has gone")
+
+    trainer.differentiate = fail
+    with pytest.raises(RuntimeError, match="has gone"):
+        trainer.step()
+    assert torch.equal(trainer.generator.get_state(), state)
+
+
+def test_a_training_that_was_stopped_before_a_record_can_be_finished(monkeypatch):
+    step = Trainer.step
+
+    def stop(trainer):
+        if len(trainer.history) == 7:
+            raise KeyboardInterrupt
+        step(trainer)
+
+    monkeypatch.setattr(Trainer, "step", stop)
+    with pytest.raises(SystemExit, match="stopped after 7 of 20 steps"):
+        run("frames.extxyz", *SMALL, "--folder", "out")
+    run("frames.extxyz", *SMALL, "--folder", "out", "--steps", 7)
+    assert [record[0] for record in torch.load("out/checkpoint.pt")["records"]] == [7]
+    assert Path("out/nep.txt").exists()
+
+
+def test_a_kill_while_the_best_model_is_written_leaves_the_old_one(monkeypatch):
+    run("frames.extxyz", *SMALL, "--folder", "out")
+    before = Path("out/nep.txt").read_bytes()
+
+    def write_half(model, path):
+        Path(path).write_text("nep4 2 Cu")
+        raise OSError("killed")
+
+    monkeypatch.setattr(trained_nep.TrainedNep, "write", write_half)
+    monkeypatch.setattr(training.Run, "loss", lambda run, errors: -len(run.trainer.history))
+    with pytest.raises(OSError, match="killed"):
+        run("frames.extxyz", *SMALL, "--folder", "out", "--steps", 40)
+    assert Path("out/nep.txt").read_bytes() == before
+
+
+def test_perfect_crystals_give_no_forces():
+    images = []
+    for number in range(4):
+        atoms = bulk("Cu", a=3.5 + 0.1 * number, cubic=True)
+        atoms.calc = EMT()
+        atoms.get_forces(), atoms.get_stress()
+        images.append(atoms)
+    write("perfect.extxyz", images)
+    words = [*SMALL, "--l-max", "3", "2", "1"]
+    model = first_model(images, command.parse(["perfect.extxyz", *words]))[0]
+    for _, force, _ in results_of(model, images):
+        assert force.abs().max() < 1e-6
+
+
+def test_the_smallest_nep_trains():
+    words = "--neurons 1 --n-max 0 0 --basis-size 0 0 --l-max 1 0 0 --steps 2".split()
+    run("frames.extxyz", *SMALL, *words, "--folder", "out")
+    assert Path("out/nep.txt").exists()
+
+
+def test_cutoffs_without_pairs_are_refused(images):
+    with pytest.raises(ValueError, match="neighbours within the angular cutoff of 1 A, got none"):
+        model_of(images, "--angular-cutoff", "1")
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    {
+        "n_max = 3": "--n-max: expected 2 arguments",
+        "n_max = [3.5, 3]": "--n-max: invalid int value: '3.5'",
+        "n_max = [3, 3, 3]": "expected fewer values of n_max, got .3, 3, 3.",
+        "neurons = 4.5": "--neurons: invalid int value",
+        "weights = [1, 2]": "--weights: expected 3 arguments",
+        "rates = [0.1]": "--rates: expected 2 arguments",
+        "cutoff = true": "--cutoff: invalid float value",
+        "compile = 'no'": "expected compile of true or false, got 'no'",
+        "device = 'tpu'": "--device: invalid choice",
+        "neuron = 4": "expected options, got neuron",
+    }.items(),
+)
+def test_wrong_settings_are_refused(setting, message):
+    Path("settings.toml").write_text(f"frames = ['frames.extxyz']\nmodel = 'nep'\n{setting}\n")
+    with pytest.raises(ValueError, match=f"settings.toml: .*{message}"):
+        command.parse(["--settings", "settings.toml"])
+
+
+def test_a_setting_of_one_path_needs_no_list():
+    Path("settings.toml").write_text("frames = 'frames.extxyz'\ntest = 'frames.extxyz'\n")
+    options = command.parse(["--settings", "settings.toml"])
+    assert options.frames == options.test == ["frames.extxyz"]
+
+
 def test_two_processes_have_the_losses_of_one():
     command_of = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = (
@@ -231,6 +373,10 @@ def test_fine_tuning_starts_with_the_results_of_the_file(name):
         "--model nep --l-max 5 0 0": "expected --l-max from 1 to 4",
         "--model nep --l-max 1 2 0": "expected --l-max with 0 or 2 for q_222",
         "--model nep --n-max -1 4": "expected --n-max of two numbers from 0 on",
+        "--model nep --cutoff inf": "expected a finite --cutoff",
+        "--model nep --rates nan 1": "expected --rates from 0 on",
+        "--model nep --weights -1 1 1": "expected --weights from 0 on",
+        "--model nep --seed -1": "expected --seed from 0 on, got -1",
         "--model nep --neurons 0": "expected --neurons > 0, got 0",
     }.items(),
 )
