@@ -109,7 +109,7 @@ def test_the_cell_of_a_crystal_is_the_one_in_which_its_labels_have_no_stress(cry
 
 def test_the_sel_of_the_settings_has_room_for_every_neighbour(images, frames, crystal):
     path = SCRIPTS / f"{crystal}.toml"
-    settings = command.settings_of(path, vars(command.parse(["frames"])))
+    settings = command.settings_of(path, command.arguments())
     rcut, rcut_smth, sel = CUTOFFS[crystal]
     assert (settings["cutoff"], settings["smooth"], settings["sel"]) == (rcut, rcut_smth, sel)
     assert (Pairs(frames, range(6), len(sel), rcut, rcut_smth).most <= sel).all()
