@@ -206,7 +206,8 @@ def _archives(request: Request, folder: str) -> list[Generation]:
         wait(builds)
     _, inputs = _compile(request, folder, [])
     read = map(request.unfold, inputs.files)
-    if not has_contracts and any(path.startswith(f"{CONTRACTS}/include/") for path in read):
+    real = map(os.path.realpath, read)  # a project may have a link to the headers
+    if not has_contracts and any(path.startswith(f"{CONTRACTS}/include/") for path in real):
         builds.insert(0, pool.submit(built, contracts, []))
     _mark(folder, "runtime")
     return [build.result() for build in builds]
