@@ -122,6 +122,7 @@ def _steps(request: Request, slot: str) -> Iterator:
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error)) from None
     yield product, vars(inputs), os.fstat(1).st_size
+    child.end_with_parent()
     yield _registered(request, product)
 
 
