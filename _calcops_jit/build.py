@@ -114,6 +114,7 @@ def _steps(request: Request, slot: str) -> Iterator:
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error)) from None
     yield product, vars(inputs), os.fstat(1).st_size
+    child.end_with_parent()
     yield _registered(request, product)
 
 
@@ -192,7 +193,8 @@ def _archives(request: Request, folder: str) -> list[Generation]:
         _start(runtime, request, builds)
     _, inputs = _compile(request, folder, [])
     read = map(request.unfold, inputs.files)
-    if contracts not in needed and any(path.startswith(f"{CONTRACTS}/include/") for path in read):
+    real = map(os.path.realpath, read)  # a project may have a link to the headers
+    if contracts not in needed and any(path.startswith(f"{CONTRACTS}/include/") for path in real):
         needed.insert(0, contracts)
         _start(contracts, request, builds)
     _mark(folder, "runtime")

@@ -8,6 +8,7 @@ two seconds, and because an initialiser may need the libraries that are loaded h
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import locale
 import os
@@ -25,6 +26,7 @@ from .messages import BuildError
 
 # The program may have handlers for these, or ignore them.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+_parent = 0  # the pid of this child's parent
 
 
 class Ended(Exception):
@@ -52,10 +54,11 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
     with warnings.catch_warnings():
         # Python warns that another thread may hold a lock, which nobody releases in the child.
         warnings.simplefilter("ignore")
+        parent = os.getpid()
         pid = os.fork()
     if pid == 0:
         here.close()
-        _run(steps, there, log)
+        _run(steps, there, log, parent)
     there.close()
     return _received(here, pid, log if is_shown else "")
 
@@ -73,6 +76,9 @@ def _received(here: Connection, pid: int, shown_log: str) -> Iterator:
         pass  # the child has ended
     finally:
         here.close()
+        # The child's thread cannot run while a static initialiser holds Python's lock.
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGTERM)
         with contextlib.suppress(ChildProcessError):  # another thread waits for every child
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if shown_log:
@@ -83,8 +89,10 @@ def _received(here: Connection, pid: int, shown_log: str) -> Iterator:
     raise Ended(f"ends the process ({status})")
 
 
-def _run(steps: Callable[[], Iterator], there: Connection, log: str) -> NoReturn:
+def _run(steps: Callable[[], Iterator], there: Connection, log: str, parent: int) -> NoReturn:
     """Run a generator in this child, and send what it yields."""
+    global _parent
+    _parent = parent
     try:
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # in which torch reads the sources
         os.setpgid(0, 0)  # Ctrl-C interrupts only the parent
@@ -107,6 +115,17 @@ def _run(steps: Callable[[], Iterator], there: Connection, log: str) -> NoReturn
         except Exception:
             there.send((True, traceback.format_exc()))
     finally:
+        os._exit(0)
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this child with its parent, also while C++ code holds Python's lock.
+
+    Call this when no compiler runs, because a compiler would not be ended.
+    """
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
+    if os.getppid() != _parent:  # it has ended already
         os._exit(0)
 
 

@@ -161,7 +161,23 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
 
 
 def _changed_since(path: str, start_ns: int) -> bool:
-    return os.stat(path).st_ctime_ns >= start_ns
+    """Return True if a file may have changed, or if a link or folder of its path was replaced."""
+    try:
+        while path != "/":
+            status = os.lstat(path)
+            # A new file in a folder changes both times of the folder. A rename changes only one.
+            is_same = stat.S_ISDIR(status.st_mode) and status.st_mtime_ns == status.st_ctime_ns
+            if status.st_ctime_ns >= start_ns and not is_same:
+                return True
+            parent = os.path.dirname(path)
+            if stat.S_ISLNK(status.st_mode):
+                target = os.path.join(parent, os.readlink(path))
+                if _changed_since(target, start_ns):
+                    return True
+            path = parent
+    except OSError:  # it is gone
+        return True
+    return False
 
 
 def has_version(path: str, request) -> bool:

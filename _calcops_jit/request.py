@@ -6,6 +6,7 @@ compared at every import (inputs.py).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -154,7 +155,8 @@ class Request(SimpleNamespace):
         if self.level:  # the other facts are those of one machine
             flags = torch.__config__._cxx_flags()
             return facts | {"level": self.level, "PyTorch's flags": digest(flags.encode())}
-        arguments = tuple(word for word in self.compiler if not _is_program(word))
+        # A word after an option may belong to it, as in `-I folder`.
+        arguments = tuple(itertools.dropwhile(_is_program, self.compiler))
         facts |= {
             "compiler arguments": self._fold_flags(arguments),
             # A PyTorch that is built again has libraries of other sizes.
@@ -174,7 +176,9 @@ class Request(SimpleNamespace):
         return facts
 
     def _fold_flags(self, flags: tuple[str, ...]) -> list[str]:
-        return [flag.replace(f"{self.root}/", "@root/") for flag in flags]
+        """Replace the root in search paths. Other paths, as in -D and -rpath, stay in a library."""
+        root = re.compile(rf"^(-I|-L|-iquote|-isystem)?{re.escape(self.root)}/")
+        return [root.sub(r"\1@root/", flag) for flag in flags]
 
 
 def _is_program(word: str) -> bool:

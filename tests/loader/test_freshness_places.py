@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from checkout import ANSWER
+from checkout import ANSWER, compiler
 
 
 @pytest.mark.parametrize("folder", ["x86_64-linux-gnu/include", "lib/gcc/include"])
@@ -59,3 +59,43 @@ def test_the_flags_of_the_runtime_are_an_input_of_each_library(checkout):
     text = (checkout.path / "_calcops_jit/request.py").read_text()
     checkout.write("_calcops_jit/request.py", text.replace('"-O1"', '"-O2"'))
     assert checkout.run(script).out not in ("", before)
+
+
+def test_a_flag_with_the_folder_of_the_sources_is_of_that_folder(checkout):
+    text = "#include <string.h>\n" + ANSWER.format('return strstr(DATA, "second") ? 2 : 1;')
+    for name, answer in (("first", 1), ("second", 2)):
+        source = checkout.put(f"{name}/mine.cpp", text)
+        flags = [f'-DDATA=\\"{source.parent}/data\\"']
+        assert checkout.loaded(sources=[str(source)], extra_cflags=flags) == answer
+
+
+@pytest.mark.parametrize("replaced", ["link", "folder"])
+def test_a_link_or_folder_replaced_during_the_first_build_is_noticed(checkout, replaced):
+    checkout.put("mine.cpp", '#include "config/h.h"\n' + ANSWER.format("return VALUE;"))
+    checkout.put("old/h.h", "#define VALUE 1\n")
+    new = checkout.put("new/h.h", "#define VALUE 2\n").parent
+    config = checkout.project / "config"
+    if replaced == "link":
+        config.symlink_to("old")
+        command = f"ln -sfn new {config}"
+    else:
+        (checkout.project / "old").rename(config)
+        command = f"mv {config} {config}.old; mv {new} {config}"
+    once = f'case "$*" in *mine.cpp*) c++ "$@"; [ -e {config}.done ] || {{ {command}; }}'
+    hook = checkout.hook(f"{once}; touch {config}.done; exit;; esac")
+    assert checkout.loaded(**hook) == 2
+    assert checkout.loaded() == 2
+
+
+@pytest.mark.parametrize("option", ["-D", "-I"])
+def test_a_word_that_follows_an_option_in_cxx_is_part_of_it(checkout, option):
+    for part in "runtime", "registry":
+        checkout.write(f"contracts/runtime/{part}.cpp", "// compiles in a moment\n")
+    words = {"-D": ("VALUE_A", "VALUE_B")}.get(option)
+    if option == "-I":
+        words = [checkout.put(f"{name}/h.h", f"#define VALUE_{name}\n").parent for name in "AB"]
+    text = "#if __has_include(<h.h>)\n#include <h.h>\n#endif\n#ifdef VALUE_A\n#define VALUE 1\n"
+    text += "#else\n#define VALUE 2\n#endif\n" + ANSWER.format("return VALUE;")
+    checkout.put("mine.cpp", text)
+    for answer, word in enumerate(words, 1):
+        assert checkout.loaded(CXX=f"{compiler()} {option} {word}") == answer

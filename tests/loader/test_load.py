@@ -198,11 +198,16 @@ def test_verbose_prints_the_commands(checkout):
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_the_runtime_of_contracts_is_compiled_only_for_a_source_that_includes_it(tmp_path, jobs):
+@pytest.mark.parametrize("header", ["<calcops/operator.h>", '"calcops/operator.h"'])
+def test_the_runtime_of_contracts_is_compiled_only_for_a_source_that_includes_it(
+    tmp_path, jobs, header
+):
+    """A project may have a link to the header, too."""
     checkout = Checkout(tmp_path)
     for part in "runtime", "registry":
         checkout.write(f"contracts/runtime/{part}.cpp", "// compiles in a moment\n")
-    for include, compiled in ("", {"registry"}), ("#include <calcops/operator.h>\n", {"runtime"}):
+    (checkout.project / "calcops").symlink_to(checkout.path / "contracts/include/calcops")
+    for include, compiled in ("", {"registry"}), (f"#include {header}\n", {"runtime"}):
         checkout.put("mine.cpp", include + ANSWER.format("return 1;"))
         assert checkout.loaded(MAX_JOBS=jobs) == 1
         assert {*re.findall(r"runtime/(\w+)\.cpp", checkout.log.read_text())} == compiled

@@ -1,6 +1,7 @@
 """Many processes that build, import and clean at once, and processes that end at any moment. No
 process hangs, loads half a library, or leaves something behind."""
 
+import contextlib
 import os
 import random
 import signal
@@ -221,6 +222,30 @@ def test_a_signal_ends_a_build_at_once_and_the_next_one_is_sound(checkout):
         checkout.slow.unlink()
         wait_for(lambda: not processes_in(checkout.cache))
     assert checkout.answer() == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_signal_ends_an_initialiser_that_does_not_end(checkout, number):
+    text = "volatile int one = 1;\nint wait() { while (one) {} return 0; }\nint never = wait();\n"
+    checkout.put("mine.cpp", text)
+    script = "import calcops_jit; calcops_jit.load('mine', 'mine.cpp')"
+    child = checkout.start(script, cwd=checkout.project, CALCOPS_BUILD="0")
+
+    def is_loaded():
+        for pid in processes_in(checkout.cache.parent):
+            with contextlib.suppress(OSError):  # it has ended
+                if "/library." in Path(f"/proc/{pid}/maps").read_text():
+                    return True
+        return False
+
+    wait_for(is_loaded)
+    try:
+        os.kill(child.pid, number)
+        wait_for(lambda: not set(processes_in(checkout.cache.parent)) - {child.pid}, 20)
+        assert child.wait().code != 0
+    finally:
+        for pid in processes_in(checkout.cache.parent):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_an_interpreter_that_ends_while_a_thread_builds_ends_without_an_error(checkout):
