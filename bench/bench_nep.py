@@ -215,9 +215,9 @@ def main():
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    head = ["model", "pairs", "ours, us"]
+    head = ["model", "pairs an atom", "CalcOps, us"]
     if options.nep_cpu:
-        head += ["NEP_CPU, us", "NEP_CPU / ours", "energy apart", "forces apart"]
+        head += ["NEP_CPU, us", "NEP_CPU / CalcOps", "energy apart", "forces apart"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -180,7 +180,7 @@ def main():
     options.lammps = options.lammps.absolute()
     options.nep_cpu = options.nep_cpu.absolute()
     options.gpumd = options.gpumd.absolute()
-    head = ["model", "ours, us", "NEP_CPU, us", "NEP_CPU / ours"]
+    head = ["model", "CalcOps, us", "NEP_CPU, us", "NEP_CPU / CalcOps"]
     head += ["energy apart", "forces apart"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
