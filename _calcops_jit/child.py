@@ -44,9 +44,9 @@ def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> 
         log: path of the file for what the child prints.
         is_shown: print that here, too, at the end.
 
-    Raises (the iterator):
-        BuildError: the generator raised it.
-        Ended: the child ended otherwise.
+    Raises:
+        BuildError: from the iterator: the generator raised it.
+        Ended: from the iterator: the child ended otherwise.
     """
     open(log, "wb").close()
     # In a daemon, the first two may get the numbers of standard streams, to which others write.

@@ -97,7 +97,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def write_compiler(request: Request, folder: str, archives: list[str]) -> str:
+def _write_compiler(request: Request, folder: str, archives: list[str]) -> str:
     """Write the script for CXX, unless it is there already. Return its path."""
     script = f"{folder}/c++"
     first = "" if archives else _COMPILE_ONLY
@@ -117,7 +117,7 @@ def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, 
     """Return environment variables for torch and the compilers."""
     path = request.environment.get("PATH", os.defpath)
     variables = {
-        "CXX": write_compiler(request, folder, archives),
+        "CXX": _write_compiler(request, folder, archives),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
         "MAX_JOBS": str(jobs(request)),
         "LC_ALL": "C.UTF-8",  # diagnosis.py knows the English messages

@@ -141,13 +141,21 @@ class Nep(torch.nn.Module):
 
     def file(self):
         """Return the NepFile of the model, which nep_file.write writes for GPUMD."""
+        return self.file_of((self.radial_c, self.angular_c), self.w0, self.b0, self.w1, self.bias)
+
+    def file_of(self, c, w0, b0, w1, bias):
+        """Return the NepFile of a model like this one, with other tensors.
+
+        Args:
+            c: the coefficients [T^2, basis, F] of the radial and the angular part.
+            w0: [nets, dim, neurons].
+            b0: [nets, neurons].
+            w1: [nets, neurons].
+            bias: a number.
+        """
         T = len(self.type_names)
-        c = []
-        for part in (self.radial_c, self.angular_c):
-            c.append(part.detach().double().cpu().view(T, T, *part.shape[1:]).numpy())
-        w0, b0, w1, scale = (
-            tensor.detach().double().cpu().numpy()
-            for tensor in (self.w0.mT, self.b0, self.w1, self.scale)
+        w0, b0, w1, scale, *c = (
+            tensor.detach().double().cpu().numpy() for tensor in (w0.mT, b0, w1, self.scale, *c)
         )
         return NepFile(
             version=self.version,
@@ -160,8 +168,8 @@ class Nep(torch.nn.Module):
             w0=w0,
             b0=b0,
             w1=w1,
-            bias=self.bias.item(),
-            c=tuple(c),
+            bias=bias.item(),
+            c=tuple(part.reshape(T, T, *part.shape[1:]) for part in c),
             scale=scale,
         )
 

@@ -30,7 +30,9 @@ import numpy as np
 import torch
 from calcops.train import report
 from calcops.train.datasets import frames_of, is_lone_atom, read
+from calcops.train.deep_potential import DeepPotential
 from calcops.train.first_model import first_model, pairs_of
+from calcops.train.trained_nep import TrainedNep
 from calcops.train.trainer import Data, Trainer, kRates
 from calcops.train.training import Run, identity_of, locked, option
 from torch import distributed
@@ -157,8 +159,8 @@ def parse(words):
     if options.folder is None:
         frames = Path(options.frames[0]).resolve()
         options.folder = Path("trained", frames.name if frames.is_dir() else frames.stem)
-    best = {"nep": "nep.txt"}.get(options.model, "model.npz")
-    if options.start and options.start.resolve() == (options.folder / best).resolve():
+    best = TrainedNep if options.model == "nep" else DeepPotential
+    if options.start and options.start.resolve() == (options.folder / best.file_name).resolve():
         raise ValueError(f"expected another --folder than that of --start, got {options.folder}")
     return options
 

@@ -227,10 +227,6 @@ class TrainedNep(Nep):
     @torch.no_grad()
     def file(self):
         """Return the NepFile of the model."""
-        T = len(self.type_names)
-        c = []
-        for part in (self.radial_coefficients(), self.angular_coefficients()):
-            c.append(part.double().cpu().view(T, T, *part.shape[1:]).numpy())
         w, b0, w1 = self.nets()
         w0 = w / self.scale.unsqueeze(-1)
         bias = -self.energies.mean()
@@ -239,22 +235,8 @@ class TrainedNep(Nep):
             w0 = torch.cat([w0, torch.zeros_like(w0[..., :1])], -1)
             b0 = torch.cat([b0, torch.full_like(b0[:, :1], kSaturated)], -1)
             w1 = torch.cat([w1, apart.unsqueeze(-1)], -1)
-        w0, b0, w1, scale = (x.double().cpu().numpy() for x in (w0.mT, b0, w1, self.scale))
-        return NepFile(
-            version=self.version,
-            type_names=list(self.type_names),
-            zbl=(self.zbl_inner, self.zbl_outer) if self.zbl_outer > 0 else None,
-            cutoffs=np.array(self.cutoffs),
-            l_max=self.l_max,
-            has_q222=self.has_q222,
-            has_q1111=self.has_q1111,
-            w0=w0,
-            b0=b0,
-            w1=w1,
-            bias=bias.item(),
-            c=tuple(c),
-            scale=scale,
-        )
+        c = self.radial_coefficients(), self.angular_coefficients()
+        return self.file_of(c, w0, b0, w1, bias)
 
 
 def functions_like(c, random):

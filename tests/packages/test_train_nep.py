@@ -153,19 +153,24 @@ def test_a_training_learns_and_its_files_run_in_ase(images, capsys):
     assert np.sqrt(np.square(error).mean()) < 0.5 * images[0].get_forces().std()
 
 
-def test_a_training_that_was_stopped_ends_bit_for_bit_as_without_the_stop(monkeypatch):
-    run("frames.extxyz", *SMALL, "--folder", "whole")
+def stop_after(steps, folder, monkeypatch):
+    """Begin a training of 20 steps, and stop it."""
     step = Trainer.step
 
     def stop(trainer):
-        if len(trainer.history) == 13:
+        if len(trainer.history) == steps:
             raise KeyboardInterrupt
         step(trainer)
 
-    monkeypatch.setattr(Trainer, "step", stop)
-    with pytest.raises(SystemExit, match="stopped after 13 of 20 steps"):
-        run("frames.extxyz", *SMALL, "--folder", "stopped")
-    monkeypatch.setattr(Trainer, "step", step)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", stop)
+        with pytest.raises(SystemExit, match=f"stopped after {steps} of 20 steps"):
+            run("frames.extxyz", *SMALL, "--folder", folder)
+
+
+def test_a_training_that_was_stopped_ends_bit_for_bit_as_without_the_stop(monkeypatch):
+    run("frames.extxyz", *SMALL, "--folder", "whole")
+    stop_after(13, "stopped", monkeypatch)
     run("frames.extxyz", *SMALL, "--folder", "stopped")
     ours, expected = (torch.load(f"{folder}/checkpoint.pt") for folder in ("stopped", "whole"))
     assert ours["history"] == expected["history"]
@@ -233,16 +238,7 @@ def test_a_step_that_fails_draws_its_frames_again(images, monkeypatch):
 
 
 def test_a_training_that_was_stopped_before_a_record_can_be_finished(monkeypatch):
-    step = Trainer.step
-
-    def stop(trainer):
-        if len(trainer.history) == 7:
-            raise KeyboardInterrupt
-        step(trainer)
-
-    monkeypatch.setattr(Trainer, "step", stop)
-    with pytest.raises(SystemExit, match="stopped after 7 of 20 steps"):
-        run("frames.extxyz", *SMALL, "--folder", "out")
+    stop_after(7, "out", monkeypatch)
     run("frames.extxyz", *SMALL, "--folder", "out", "--steps", 7)
     assert [record[0] for record in torch.load("out/checkpoint.pt")["records"]] == [7]
     assert Path("out/nep.txt").exists()
