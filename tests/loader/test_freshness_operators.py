@@ -84,13 +84,18 @@ def test_another_compiler_at_the_same_path_causes_a_rebuild(built, tmp_path):
 
 
 def test_every_word_of_the_compiler_command_is_an_input(built):
-    """A command may have several words, variables and response files."""
+    """A command may have variables and response files, and words that follow an option."""
     flags = built.put("flags", "-DMORE=1\n")
-    built.put("mine.cpp", ANSWER.format("return MORE;"))
+    for name, value in ("first", 2), ("second", 3):
+        built.put(f"{name}/more.h", f"#define MORE {value}\n")
+    text = "#ifdef SIX\n#define MORE 6\n#elif !defined(MORE)\n#include <more.h>\n#endif\n"
+    built.put("mine.cpp", text + ANSWER.format("return MORE;"))
     commands = [f"{compiler()} -DMORE=4", f"env X=1 {compiler()} -D MORE=5", f"c++ @{flags}"]
-    assert [built.loaded(CXX=command) for command in commands] == [4, 5, 1]
-    flags.write_text("-DMORE=6\n")
-    assert built.loaded(CXX=commands[2]) == 6
+    commands += [f"{compiler()} -I {built.project}/{name}" for name in ("first", "second")]
+    commands += [f"{compiler()} -I {built.project}/second -D SIX"]
+    assert [built.loaded(CXX=command) for command in commands] == [4, 5, 1, 2, 3, 6]
+    flags.write_text("-DMORE=7\n")
+    assert built.loaded(CXX=commands[2]) == 7
 
 
 def test_without_a_compiler_a_fresh_library_is_used_and_an_edit_is_an_error(built):

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -13,15 +12,13 @@ import pytest
 import torch
 from checkout import (
     CALL,
-    HERE,
     MAIN,
-    Checkout,
     Child,
     built_wheel,
-    compiler,
     contents,
     copy,
     pip,
+    replace_runtime,
     spoil,
     the_zygote,
     wheel_of,
@@ -68,6 +65,7 @@ builtins.open = io.open = open
 def source(tmp_path_factory):
     """Return a checkout with one operator, which returns the level that it was compiled for."""
     source = copy(tmp_path_factory.mktemp("source") / "calcops")
+    replace_runtime(source / "contracts")
     shutil.rmtree(source / "ops")
     (source / "ops/tiny").mkdir(parents=True)
     (source / "ops/tiny/tiny.h").write_text("#define ANSWER 1\n")
@@ -76,15 +74,9 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Return a cache with the compiled runtime."""
-    return Checkout(tmp_path_factory.mktemp("wheel")).cache
-
-
-@pytest.fixture(scope="module")
-def wheel(source, cache, tmp_path_factory):
-    variables = {"CALCOPS_CUDA": "0", "CALCOPS_CACHE": str(cache), "CXX": compiler()}
-    variables |= {"TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
+def wheel(source, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    variables = {"CALCOPS_CUDA": "0", "CALCOPS_CACHE": str(cache)}
     return built_wheel(source, tmp_path_factory.mktemp("dist"), **variables)
 
 
@@ -98,8 +90,7 @@ class Installed:
         self.zygote = the_zygote()
 
     def run(self, script: str = CALL, **variables) -> Child:
-        defaults = {"CXX": compiler(), "TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
-        return Child(self, script, **(defaults | variables)).wait()
+        return Child(self, script, **variables).wait()
 
     def refusal(self, script: str = CALL, **variables) -> str:
         """Return why the library of the wheel is not loaded. Without a compiler the import then
@@ -113,10 +104,10 @@ class Installed:
 
 
 @pytest.fixture
-def installed(wheel, cache, tmp_path):
+def installed(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    return Installed(tmp_path / "site", shutil.copytree(cache, tmp_path / "cache"))
+    return Installed(tmp_path / "site", tmp_path / "cache")
 
 
 # ---- its files -----------------------------------------------------------------------------------
@@ -315,23 +306,16 @@ def test_build_in_an_installed_wheel_is_for_this_processor_and_preferred(install
     assert child.out.strip() == path
 
 
-def test_a_wheel_for_another_architecture_or_with_flags_is_not_built(tmp_path):
+def test_a_wheel_for_another_architecture_or_with_flags_is_not_built(checkout, tmp_path):
     as_arm = "import os; os.uname = lambda r=os.uname(): os.uname_result([*r[:4], 'aarch64'])\n"
-    module = re.search(r"-m (\S+wheel) dist", (HERE / "Makefile").read_text())[1]
-    run = f"import runpy, sys; sys.argv = ['', {str(tmp_path / 'dist')!r}]\n"
-    run += f"runpy.run_module({module!r}, run_name='__main__')"
+    folder = tmp_path / "dist"
+    run = "import runpy; runpy.run_module('_calcops_jit.wheel', run_name='__main__')"
     for preamble, variables, words in (
         (as_arm, {}, "aarch64"),
         ("", {"CALCOPS_CFLAGS": "-DX"}, "CALCOPS_CFLAGS"),
     ):
-        result = subprocess.run(
-            [sys.executable, "-c", preamble + run],
-            cwd=HERE,
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode != 0
-        assert "cannot make a wheel" in result.stderr
-        assert words in result.stderr
-        assert not list(tmp_path.iterdir())
+        child = checkout.run(preamble + run, arguments=[str(folder)], **variables)
+        assert child.code != 0
+        assert "cannot make a wheel" in child.err
+        assert words in child.err
+        assert not folder.exists()
