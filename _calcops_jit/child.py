@@ -97,6 +97,7 @@ def _run(steps: Callable[[], Iterator], there: Connection, log: str, parent: int
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # in which torch reads the sources
         os.setpgid(0, 0)  # Ctrl-C interrupts only the parent
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.umask(os.umask(0o022) | 0o022)  # no one else may write the objects
         faulthandler.disable()
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)

@@ -211,13 +211,15 @@ def test_a_library_that_its_group_may_write_is_rebuilt(checkout):
 
 
 def test_with_any_umask_a_library_is_loaded_again_and_nobody_else_can_write_its_files(checkout):
-    for mask in 0o002, 0o077:
+    for mask in 0o000, 0o077:
         remove(checkout.cache)
         script = f"import os; os.umask({mask})\n" + ANSWER
         assert answer(checkout, script) == "1\n"
         checkout.compiled()
         assert answer(checkout, script) == "1\n"
         assert checkout.compiled() == 0
+        modes = {path: path.stat().st_mode for path in checkout.cache.rglob("*")}
+        assert not [path for path, mode in modes.items() if mode & 0o022]
     for path in [checkout.cache, *checkout.cache.iterdir()]:
         assert not path.is_dir() or path.stat().st_mode & 0o077 == 0
 
