@@ -41,6 +41,26 @@ void {name}(calcops::View<const double, 1> x, calcops::View<double, 1> y) {{
 }}
 const calcops::Kernel cpu("{name}", {name});
 """
+# Makes a list `events` of the processes that the script starts and of the files that it writes.
+AUDITED = """
+import sys
+sys.dont_write_bytecode = True
+events = []
+def audit(event, arguments):
+    starts = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir")
+    if event in starts or (event == "open" and set(str(arguments[1])) & set("wax+")):
+        events.append((event, arguments))
+sys.addaudithook(audit)
+"""
+# Makes a file have other contents for Python's open().
+_REPLACED_FILE = """
+import builtins, io
+def open(path, mode="r", *arguments, real=builtins.open, **options):
+    if path != {path!r}:
+        return real(path, mode, *arguments, **options)
+    return io.BytesIO({text!r}.encode()) if "b" in mode else io.StringIO({text!r})
+builtins.open = io.open = open
+"""
 # Modules that a build imports and a warm import does not.
 BUILDING = "import torch.utils.cpp_extension, setuptools, resource"
 # The zygote reads jobs, one JSON object a line. It forks a child for a script and answers with its
@@ -129,6 +149,16 @@ esac
 exec {shutil.which(name) or shutil.which("c++")} "$@"
 """
     return str(_constant_file(f"logging-{name}", text))
+
+
+def with_cpuinfo(text: str) -> str:
+    """Return the begin of a script for which /proc/cpuinfo has a text."""
+    return with_file("/proc/cpuinfo", text)
+
+
+def with_file(path: str, text: str) -> str:
+    """Return the begin of a script for which a file has a text."""
+    return _REPLACED_FILE.format(path=path, text=text)
 
 
 def replace_runtime(contracts: Path) -> None:

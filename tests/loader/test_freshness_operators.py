@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from checkout import ANSWER, CALL, Checkout, compiler, wait_for
+from checkout import ANSWER, CALL, MAIN, Checkout, compiler, wait_for, with_cpuinfo
 
 
 def test_a_new_renamed_or_deleted_source_of_the_operators_causes_a_rebuild(checkout):
@@ -44,15 +44,7 @@ def built(tmp_path_factory):
     [
         "import torch; torch.__version__ = '9.9'",
         "import torch; torch.version.git_version = 'another commit'",
-        """
-import builtins, io
-def open(path, mode="r", *arguments, real=builtins.open, **options):
-    if path != "/proc/cpuinfo":
-        return real(path, mode, *arguments, **options)
-    text = real(path).read().replace("avx", "avx_of_another_processor")
-    return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
-builtins.open = io.open = open
-""",
+        with_cpuinfo("flags : words of another processor\n"),
         "import os; os.environ['CALCOPS_CFLAGS'] = '-DX'",
         "import os; os.environ['CALCOPS_CUDA'] = '0' if 'CALCOPS_CUDA' not in os.environ else '1'",
     ],
@@ -65,9 +57,7 @@ builtins.open = io.open = open
     ],
 )
 def test_another_pytorch_processor_or_variable_is_another_build(built, change):
-    script = f"{change}\nimport sys; sys.argv = ['', 'why']\n"
-    main = "import runpy; runpy.run_module('calcops_jit', run_name='__main__')"
-    child = built.run(script + main)
+    child = built.run(f"{change}\n{MAIN}", arguments=["why"])
     assert (child.code, child.err) == (1, ""), child.out
     assert child.out != "it was never built\n"
 

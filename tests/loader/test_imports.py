@@ -9,7 +9,7 @@ import sys
 import zipfile
 
 import pytest
-from checkout import ANSWER, CONTRACT, Checkout, is_message
+from checkout import ANSWER, AUDITED, CONTRACT, Checkout, is_message
 
 import calcops_jit
 
@@ -24,20 +24,12 @@ def test_a_warm_import_starts_no_process_writes_nothing_and_prints_nothing(plain
     checkout = plain_checkout
     assert checkout.answer() == 1
     script = """
-import sys, threading
-sys.dont_write_bytecode = True
-events = []
-def audit(event, arguments):
-    starts = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir")
-    if event in starts or (event == "open" and set(str(arguments[1])) & set("wax+")):
-        events.append((event, arguments))
-sys.addaudithook(audit)
-import calcops_jit, torch
+import calcops_jit, threading, torch
 calcops_jit.library_path()
 unwanted = {'torch.utils.cpp_extension', 'setuptools', 'IPython'} & set(sys.modules)
 print(events, unwanted, torch.cuda.is_initialized(), threading.active_count())
 """
-    child = checkout.run(script)
+    child = checkout.run(AUDITED + script)
     assert (child.code, child.out, child.err) == (0, "[] set() False 1\n", "")
 
 

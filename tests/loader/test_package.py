@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from checkout import HERE, cache_with_runtime, compiler, contents, copy, pip, wheel_of
+from checkout import ANSWER, HERE, cache_with_runtime, compiler, contents, copy, pip, wheel_of
 
 CALL = (
     "import calcops_jit, ctypes; print(calcops_jit.__file__, "
@@ -32,9 +32,7 @@ def replace_operators(ops: Path, answer: int = 1) -> None:
     """Replace the operators by a function that compiles in a moment."""
     shutil.rmtree(ops, ignore_errors=True)
     (ops / "tiny").mkdir(parents=True)
-    (ops / "tiny/tiny.cpp").write_text(
-        f'extern "C" __attribute__((visibility("default"))) int answer() {{ return {answer}; }}\n'
-    )
+    (ops / "tiny/tiny.cpp").write_text(ANSWER.format(f"return {answer};"))
 
 
 def call(python: Path, folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from checkout import CONTRACT, HERE, Checkout, wait_for
+from checkout import ANSWER, CONTRACT, HERE, Checkout, wait_for
 
 # The functions that the scripts below share. `call` calls the operator of the library `mine`.
 SCRIPT = r"""
@@ -211,7 +211,7 @@ def test_sources_without_a_common_folder_and_behind_a_link_are_followed(checkout
     for release in 1, 2:
         checkout.put(f"release{release}/factor.h", f"#define FACTOR {release}\n")
         text = '#include "factor.h"\nint value();\n'
-        text += 'extern "C" __attribute__((visibility("default"))) int answer() { return value() * FACTOR; }'
+        text += ANSWER.format("return value() * FACTOR;")
         checkout.put(f"release{release}/mine.cpp", text)
     (checkout.project / "current").symlink_to("release1")
     script = f"""

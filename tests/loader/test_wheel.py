@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkout import (
+    AUDITED,
     CALL,
     MAIN,
     Child,
@@ -22,8 +23,9 @@ from checkout import (
     spoil,
     the_zygote,
     wheel_of,
+    with_cpuinfo,
 )
-from test_cuda import MACHINE
+from test_cuda import machine
 
 if os.uname().machine != "x86_64":
     pytest.skip("there are wheels for x86-64 only", allow_module_level=True)
@@ -50,15 +52,11 @@ ADDED = [
     "avx512bw avx512cd avx512dq avx512f avx512vl",
 ]
 V2, V3, V4 = (" ".join(ADDED[:count]) for count in (1, 2, 3))
-PROCESSOR = """
-import builtins, io
-def open(path, mode="r", *arguments, real=builtins.open, **options):
-    if path != "/proc/cpuinfo":
-        return real(path, mode, *arguments, **options)
-    text = "processor\\t: 0\\nflags\\t\\t: {}\\n"
-    return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
-builtins.open = io.open = open
-"""
+
+
+def processor(words: str) -> str:
+    """Return the begin of a script that runs on a processor with these extensions."""
+    return with_cpuinfo(f"processor\t: 0\nflags\t\t: {words}\n")
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +151,8 @@ def test_an_installed_wheel_needs_no_compiler_writes_nothing_and_starts_no_proce
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     before = set(site.rglob("*"))
     script = f"""
-import sys, torch
-sys.dont_write_bytecode = True
-events = []
-def audit(event, arguments):
-    starts = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir")
-    if event in starts or (event == "open" and set(str(arguments[1])) & set("wax+")):
-        events.append((event, arguments))
-sys.addaudithook(audit)
+import torch
+{AUDITED}
 {CALL}
 print(calcops_jit.library_path(), events)
 """
@@ -187,7 +179,7 @@ print(calcops_jit.library_path(), events)
     ],
 )
 def test_a_wheel_loads_the_best_library_that_the_processor_can_run(installed, words, level):
-    child = installed.run(PROCESSOR.format(words) + CALL, **NO_COMPILER)
+    child = installed.run(processor(words) + CALL, **NO_COMPILER)
     assert (child.out, child.err) == (f"{level}\n", "")
 
 
@@ -212,7 +204,7 @@ def test_a_library_of_a_wheel_is_found_without_building_and_by_the_commands(inst
     [
         ("import torch; torch.__version__ = '2.14.0'", "2.14.0"),
         ("import torch; torch.version.git_version = 'abc'", "PyTorch"),
-        (PROCESSOR.format("sse4_1 popcnt"), "x86-64-v2"),
+        (processor("sse4_1 popcnt"), "x86-64-v2"),
         ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "x86-64-v3"),
     ],
     ids=["PyTorch's version", "PyTorch's commit", "the processor", "CALCOPS_CFLAGS"],
@@ -236,8 +228,10 @@ def test_a_cpu_library_is_refused_if_a_build_here_would_have_cuda(
 ):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch(0o755)
-    machine = MACHINE.format(gpus=gpus, home=str(tmp_path) if nvcc else "nowhere")
-    child = installed.run(machine + CALL, **NO_COMPILER, **variables, CUDA_HOME=tmp_path)
+    home = tmp_path if nvcc else "nowhere"
+    child = installed.run(
+        machine(gpus, home) + CALL, **NO_COMPILER, **variables, CUDA_HOME=tmp_path
+    )
     if words:
         assert words in child.err
         assert re.search(r"\bwheel\b", child.err)
