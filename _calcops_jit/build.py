@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import cache, child, handles
+from . import cache, child
 from .cache import Generation
 from .compile import compile_and_link, dependencies, import_cpp_extension, jobs, linked
 from .diagnosis import explain, foresee
@@ -82,7 +82,7 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
                 what = f"cannot load {request.name}: a static initialiser {end}"
                 fix = "do what may fail in a function that is called later"
                 raise report(what, lines, fix) from None
-        generation = cache.publish(slot, product, request, Inputs(**inputs), **registered)
+        generation = cache.publish(slot, product, request, Inputs(**inputs), registered)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
     cache.remove(log)
     return generation
@@ -118,17 +118,14 @@ def _steps(request: Request, slot: str) -> Iterator:
     yield _registered(request, product)
 
 
-def _registered(request: Request, product: str) -> dict:
-    """Load a library. Return the fields of its manifest that say what it registers."""
+def _registered(request: Request, product: str) -> dict[str, str]:
+    """Load a library. Return {operator: its schemas and documentation}."""
     if product.endswith(".a"):
         return {}
     if request.level and request.level not in levels():  # this processor cannot run it
         other = cache.find(own(choice=request.cuda, level=levels()[0]))
-        return {key: other.manifest[key] for key in ("operators", "permanent")}
-    before = handles.registered()
-    registration = Registration(request, product)
-    permanent = sorted(handles.registered() - before)
-    return {"operators": registration.described(permanent), "permanent": permanent}
+        return other.manifest["operators"]
+    return Registration(request, product).described()
 
 
 def _build(request: Request, slot: str) -> tuple[str, Inputs]:

@@ -175,10 +175,12 @@ def locked_slot(request: Request) -> Iterator[str]:
         os.close(lock)
 
 
-def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers) -> Generation:
+def publish(
+    slot: str, product: str, request: Request, inputs: Inputs, operators: dict[str, str]
+) -> Generation:
     """Make a file that was built a generation of a locked slot.
 
-    `answers` are the other fields of the manifest.
+    `operators` are {operator: its schemas and documentation}.
     """
     with open(product, "rb") as file:
         library_digest = digest_of_open(file.fileno())
@@ -187,7 +189,7 @@ def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers
         "asked": request.asked,
         "digest": library_digest,
         "inputs": vars(inputs),
-        **answers,
+        "operators": operators,
     }
     name = digest(" ".join([library_digest, *sorted(inputs.files.values())]).encode())[:16]
     path = f"{slot}/{name}"

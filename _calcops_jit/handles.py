@@ -11,21 +11,10 @@ import torch
 from .messages import report
 
 
-def registered() -> set[str]:
-    """Return the names of all operators of this process."""
-    return {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-
-
 def packet(name: str):
     """Return the handle of `namespace::name`. AttributeError: it has no schema."""
     namespace, _, operator = name.partition("::")
     return getattr(getattr(torch.ops, namespace), operator)
-
-
-def schemas(name: str) -> list[str]:
-    """Return the schemas of an operator that is registered in this process."""
-    handle = packet(name)
-    return [str(getattr(handle, overload)._schema) for overload in handle.overloads()]
 
 
 def missing(what: str, names: Iterable[str]) -> AttributeError:

@@ -47,14 +47,6 @@ class Library:
             return False
         return True
 
-    def _refuse_permanent(self) -> None:
-        """Raise BuildError if the present generation has operators that cannot be exchanged."""
-        if self._generation and self._generation.manifest["permanent"]:
-            name = self._generation.manifest["permanent"][0]
-            evidence = f"{name} was registered without torch/library.h"
-            what = f"cannot reload {self._request.name}: an operator cannot be exchanged"
-            raise report(what, [evidence], "restart Python")
-
     def _exchange(self, wanted: Request, generation: Generation) -> None:
         """Load a generation and register its operators, in place of the present one.
 
@@ -110,7 +102,6 @@ def obtain(wanted: Request, build: bool = True) -> Library | None:
     with _one_at_a_time:
         library = _find_loaded(wanted)
         if not library._is_current(wanted):
-            library._refuse_permanent()
             if not _load(library, wanted, build):
                 return None
         if library not in _loaded:

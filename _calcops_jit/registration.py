@@ -20,7 +20,6 @@ from collections.abc import Iterator
 
 import torch
 
-from . import handles
 from .messages import BuildError, report, say
 from .request import Request, once
 
@@ -101,23 +100,16 @@ class Registration:
         """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
-    def described(self, permanent: list[str]) -> dict[str, str]:
-        """Return {operator: its schemas, and the documentation of its contract}.
-
-        `permanent` are operators that the library registered while it was loaded.
-        """
-        schemas = {name: handles.schemas(name) for name in permanent}
+    def described(self) -> dict[str, str]:
+        """Return {operator: its schemas, and the documentation of its contract}."""
+        lines: dict[str, list[str]] = {}
         for kind, name, schema, *_ in self._steps:  # the contracts are read now
             if kind == "def":
-                schemas.setdefault(name.partition(".")[0], []).append(schema)
-        texts = {}
+                lines.setdefault(name.partition(".")[0], []).append(schema)
         for entry in self._call("documentation").split("\x1e")[:-1]:
             name, _, text = entry.partition("\n")
-            texts[name] = text.strip()
-        described = {}
-        for name, lines in sorted(schemas.items()):
-            described[name] = "\n".join([*lines, "", texts[name]] if name in texts else lines)
-        return described
+            lines[name] += ["", text.strip()]
+        return {name: "\n".join(block) for name, block in sorted(lines.items())}
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
         """Return the error if a schema or C++ signature differs from that in `earlier`."""

@@ -75,7 +75,7 @@ def test_a_manifest_with_a_changed_byte_is_refused(checkout):
     assert checkout.answer() == 1
     manifest = checkout.libraries()[0].with_name("manifest")
     text = manifest.read_bytes()
-    manifest.write_bytes(text.replace(b'"permanent": []', b'"permanent":[] '))
+    manifest.write_bytes(text.replace(b'"operators": {', b'"operators":{ '))
     assert manifest.read_bytes() != text
     assert "damaged" in checkout.main("why").out
 
