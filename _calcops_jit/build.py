@@ -28,7 +28,7 @@ from .diagnosis import explain, foresee
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
 from .messages import BuildError, Progress, report, say
 from .registration import Registration
-from .request import CONTRACTS, SHADOW, Request, levels, own, runtimes
+from .request import SHADOW, Request, levels, own, runtime
 
 _KEPT = 4  # folders of builds in a slot
 
@@ -132,19 +132,11 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     """Compile what changed, and link. Return (product, inputs)."""
     folder = _fresh(_folder(request, slot))
     for _ in range(3):
-        archives = _archives(request, folder) if request.product.endswith(".so") else []
-        paths = [archive.path for archive in archives]
-        try:
-            product, inputs = _compile(request, folder, paths)
-        except BuildError:
-            if all(map(os.path.exists, paths)):
-                raise
-            continue  # another process has emptied the cache
+        archive = _runtime(request, folder) if request.product.endswith(".so") else None
+        product, inputs = _compile(request, folder, archive.path if archive else "")
         with contextlib.suppress(Changed):
             inputs.check(request)  # no file was saved meanwhile
-            for archive in archives:
-                inputs = inputs.merged(archive.inputs)
-            return product, inputs
+            return product, inputs.merged(archive.inputs) if archive else inputs
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
     raise report(what, [], "wait until nothing writes to them")
 
@@ -174,59 +166,37 @@ def _fresh(folder: str) -> str:
     return folder
 
 
-def _archives(request: Request, folder: str) -> list[Generation]:
-    """Return the runtime. What must be compiled of it is compiled at the same time as the sources.
-
-    Contracts are compiled only if the library has one.
-    """
-    contracts, registry = runtimes()
-    found = [cache.find(contracts), cache.find(registry)]
-    if all(found):
-        return found
-    needed = [contracts, registry] if request.asked is None else [registry]
-    import_cpp_extension()  # once for all children
-    builds: list[Iterator] = []
-    for runtime in needed:
-        _start(runtime, request, builds)
-    _, inputs = _compile(request, folder, [])
-    read = map(request.unfold, inputs.files)
-    real = map(os.path.realpath, read)  # a project may have a link to the headers
-    if contracts not in needed and any(path.startswith(f"{CONTRACTS}/include/") for path in real):
-        needed.insert(0, contracts)
-        _start(contracts, request, builds)
-    _mark(folder, "runtime")
-    for build in builds:
-        next(build)
-        build.close()
-    return [built(runtime, []) for runtime in needed]
-
-
-def _start(runtime: Request, request: Request, builds: list[Iterator]) -> None:
-    """Begin to build an archive in a child process, and add it to `builds`.
+def _runtime(request: Request, folder: str) -> Generation:
+    """Return the runtime. If it must be compiled, so are the sources, at the same time.
 
     A thread would not do. It would fork while this one holds a lock, such as that of an import, and
     nobody would release the lock in the child.
     """
+    wanted = runtime()
 
-    def steps() -> Iterator[None]:
-        built(runtime, [])
-        yield
+    def steps() -> Iterator[Generation]:
+        yield built(wanted, [])
 
+    if found := cache.find(wanted):
+        return found
     if jobs(request) == 1:
-        built(runtime, [])
-    else:
-        builds.append(child.answers(steps, os.devnull))
+        return built(wanted, [])
+    import_cpp_extension()  # once for both processes
+    with contextlib.closing(child.answers(steps, os.devnull)) as answers:
+        _compile(request, folder, "")
+        _mark(folder, "runtime")
+        return next(answers)
 
 
-def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, Inputs]:
-    """Run torch and ninja, and link with archives. Return (path of what was built, inputs)."""
+def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
+    """Run torch and ninja, and link with the runtime. Return (path of what was built, inputs)."""
     before, objects = _up_to_date(request, folder)
     for path in {*request.sources, *paths_in_flags(request)}:
         before[path] = state_of(path)
     _mark(folder)
     failure = ""
     try:
-        product = compile_and_link(request, folder, archives)
+        product = compile_and_link(request, folder, archive)
     except Exception as error:  # torch refuses a GPU architecture, for example
         failure = str(error)
     for target, files in dependencies(request, folder).items():
@@ -234,7 +204,7 @@ def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, I
         objects[target] = [state_of(f"{folder}/{target}"), files]
     read = {f"{SHADOW}/hidden.map", *linked(folder)}.union(*(read for _, read in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
-    read = {p for p in read if p not in archives and not p.startswith(f"{folder}/")}
+    read = {p for p in read if p != archive and not p.startswith(f"{folder}/")}
     inputs = record(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
     # After a failure, too, because some sources may have been compiled.
     fields = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}

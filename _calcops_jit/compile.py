@@ -40,21 +40,21 @@ exec {command} "$@"
 _COMPILE_ONLY = 'case " $* " in *" -c "*);; *) exit;; esac'
 
 
-def compile_and_link(request: Request, folder: str, archives: list[str]) -> str:
-    """Compile what changed in a folder, and link it with archives. Return the product's path.
+def compile_and_link(request: Request, folder: str, archive: str) -> str:
+    """Compile what changed in a folder, and link it with the runtime. Return the product's path.
 
-    Without archives, nothing is linked. torch's exceptions: it failed.
+    Without the runtime, nothing is linked. torch's exceptions: it failed.
     """
     cpp_extension = import_cpp_extension()
     cpp_extension.CUDA_HOME = request.cuda.home or None
-    with _environment(_variables(request, folder, archives)):
+    with _environment(_variables(request, folder, archive)):
         path = cpp_extension.load(
             # torch builds nothing if it remembers a build of this name and these sources.
             name=f"library.{os.urandom(4).hex()}",
             sources=_sources(request, folder),
             extra_cflags=_cflags(request),
             extra_cuda_cflags=list(request.cuda_cflags),
-            extra_ldflags=_ldflags(request, folder, archives),
+            extra_ldflags=_ldflags(request, folder, archive),
             extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
             build_directory=folder,
             verbose=True,  # ninja's output goes to the log
@@ -97,10 +97,10 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _write_compiler(request: Request, folder: str, archives: list[str]) -> str:
+def _write_compiler(request: Request, folder: str, archive: str) -> str:
     """Write the script for CXX, unless it is there already. Return its path."""
     script = f"{folder}/c++"
-    first = "" if archives else _COMPILE_ONLY
+    first = "" if archive else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
     unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     text = _COMPILER.format(command=shlex.join(request.compiler), first=first, unwanted=unwanted)
@@ -113,11 +113,11 @@ def _write_compiler(request: Request, folder: str, archives: list[str]) -> str:
     return script
 
 
-def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, str]:
+def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
     """Return environment variables for torch and the compilers."""
     path = request.environment.get("PATH", os.defpath)
     variables = {
-        "CXX": _write_compiler(request, folder, archives),
+        "CXX": _write_compiler(request, folder, archive),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
         "MAX_JOBS": str(jobs(request)),
         "LC_ALL": "C.UTF-8",  # diagnosis.py knows the English messages
@@ -170,10 +170,11 @@ def _cflags(request: Request) -> list[str]:
     return [*for_gcc, *request.cflags]
 
 
-def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
-    """Return flags for the linker. It takes from the archives only what the objects need."""
+def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
+    """Return flags for the linker. It takes from the runtime only what the objects need."""
     flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d"]
-    flags += map(_quoted, archives)
+    if archive:
+        flags.append(_quoted(archive))
     # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
     # that the runtime defines, too.
     flags += [f"-L{_quoted(TORCH)}/lib", "-ltorch_cpu"]

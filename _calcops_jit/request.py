@@ -55,7 +55,7 @@ WRAPPERS = ("ccache", "sccache")
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # -Og inlines nothing, which takes a quarter of a call.
-RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtimes()
+RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
 # The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
 LEVELS = {
     "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
@@ -231,23 +231,19 @@ def levels() -> list[str]:
     return here
 
 
-def runtimes() -> list[Request]:
-    """Return the Requests for the runtime: the C++ of contracts, and of registration.
+def runtime() -> Request:
+    """Return the Request for the runtime: the C++ of contracts, and of registration.
 
-    Both include PyTorch's headers. Each is built once for each PyTorch, as an archive with one
-    object. A library without contracts needs only the second, which compiles in a third of the
-    time.
+    It includes PyTorch's headers, and is built once for each PyTorch. It is an archive, from which
+    the linker takes what a library needs.
     """
-    return [
-        Request(
-            name="runtime",
-            product="runtime.a",
-            root=CONTRACTS,
-            sources=(f"{CONTRACTS}/runtime/{source}",),
-            cflags=RUNTIME,
-        )
-        for source in ("runtime.cpp", "registry.cpp")
-    ]
+    return Request(
+        name="runtime",
+        product="runtime.a",
+        root=CONTRACTS,
+        sources=(f"{CONTRACTS}/runtime/runtime.cpp", f"{CONTRACTS}/runtime/registry.cpp"),
+        cflags=RUNTIME,
+    )
 
 
 def own(
