@@ -17,16 +17,16 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterator
 
 import torch
 
-from . import cache, child
+from . import cache
 from .cache import Generation
+from .child import Child, Ended, end_with_compilers
 from .compile import compile_and_link, dependencies, import_cpp_extension, jobs, linked
 from .diagnosis import explain, foresee
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
-from .messages import BuildError, Progress, report, say
+from .messages import Progress, report, say
 from .registration import Registration
 from .request import SHADOW, Request, levels, own, runtime
 
@@ -61,31 +61,49 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
     if reasons:
         title += f" ({reasons[0].rpartition('/')[2]})"
     log = f"{slot}/failed.log"
-    cache.remove(log)
-    answers = child.answers(lambda: _steps(request, slot), log, request.verbose)
     folder = _folder(request, slot)
-    with Progress(title, lambda: progress(folder)) as shown, contextlib.closing(answers):
+    # The child begins before the thread that shows the progress, which may hold a lock.
+    with (
+        Child(lambda: _build(request, slot), log) as child,
+        Progress(title, lambda: progress(folder)) as shown,
+    ):
         try:
-            product, inputs, size = next(answers)
-        except child.Ended as end:
+            product, inputs = child.result()
+        except Ended as end:
             what = f"cannot build {request.name}: the building process {end}"
             raise report(what, [], f"less {log}", log) from None
-        if torch.cuda.is_initialized():  # a child cannot use its parent's CUDA
-            registered = _registered(request, product)
-        else:
-            try:
-                registered = next(answers)
-            except child.Ended as end:
-                with open(log, encoding="utf-8", errors="replace") as file:
-                    file.seek(size)
-                    lines = file.read().splitlines()[-8:]
-                what = f"cannot load {request.name}: a static initialiser {end}"
-                fix = "do what may fail in a function that is called later"
-                raise report(what, lines, fix) from None
-        generation = cache.publish(slot, product, request, Inputs(**inputs), registered)
+        finally:
+            if request.verbose:
+                with open(log, errors="replace") as file:
+                    print(file.read(), end="", flush=True)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
+    generation = cache.publish(slot, product, request, inputs, _tried(request, product, log))
     cache.remove(log)
     return generation
+
+
+def _tried(request: Request, product: str, log: str) -> dict[str, str]:
+    """Load a library in a child process. Return {operator: its schemas and documentation}."""
+    if product.endswith(".a"):
+        return {}
+    if request.level and request.level not in levels():  # this processor cannot run it
+        other = cache.find(own(choice=request.cuda, level=levels()[0]))
+        return other.manifest["operators"]
+
+    def load() -> dict[str, str]:
+        return Registration(request, product).described()
+
+    if torch.cuda.is_initialized():  # a child cannot use its parent's CUDA
+        return load()
+    with Child(load, log) as child:
+        try:
+            return child.result()
+        except Ended as end:
+            with open(log, encoding="utf-8", errors="replace") as file:
+                lines = file.read().splitlines()[-8:]
+            what = f"cannot load {request.name}: a static initialiser {end}"
+            fix = "do what may fail in a function that is called later"
+            raise report(what, lines, fix) from None
 
 
 def progress(folder: str) -> str:
@@ -107,36 +125,19 @@ def progress(folder: str) -> str:
 # ---- in the child --------------------------------------------------------------------------------
 
 
-def _steps(request: Request, slot: str) -> Iterator:
-    """Yield (path of what was built, its inputs, the log's size), then what it registers."""
+def _build(request: Request, slot: str) -> tuple[str, Inputs]:
+    """Compile what changed, and link. Return (path of what was built, inputs)."""
+    end_with_compilers()
     try:
-        product, inputs = _build(request, slot)
+        folder = _fresh(_folder(request, slot))
+        for _ in range(3):
+            archive = _runtime(request, folder) if request.product.endswith(".so") else None
+            product, inputs = _compile(request, folder, archive.path if archive else "")
+            with contextlib.suppress(Changed):
+                inputs.check(request)  # no file was saved meanwhile
+                return product, inputs.merged(archive.inputs) if archive else inputs
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error)) from None
-    yield product, vars(inputs), os.fstat(1).st_size
-    child.end_with_parent()
-    yield _registered(request, product)
-
-
-def _registered(request: Request, product: str) -> dict[str, str]:
-    """Load a library. Return {operator: its schemas and documentation}."""
-    if product.endswith(".a"):
-        return {}
-    if request.level and request.level not in levels():  # this processor cannot run it
-        other = cache.find(own(choice=request.cuda, level=levels()[0]))
-        return other.manifest["operators"]
-    return Registration(request, product).described()
-
-
-def _build(request: Request, slot: str) -> tuple[str, Inputs]:
-    """Compile what changed, and link. Return (product, inputs)."""
-    folder = _fresh(_folder(request, slot))
-    for _ in range(3):
-        archive = _runtime(request, folder) if request.product.endswith(".so") else None
-        product, inputs = _compile(request, folder, archive.path if archive else "")
-        with contextlib.suppress(Changed):
-            inputs.check(request)  # no file was saved meanwhile
-            return product, inputs.merged(archive.inputs) if archive else inputs
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
     raise report(what, [], "wait until nothing writes to them")
 
@@ -173,19 +174,15 @@ def _runtime(request: Request, folder: str) -> Generation:
     nobody would release the lock in the child.
     """
     wanted = runtime()
-
-    def steps() -> Iterator[Generation]:
-        yield built(wanted, [])
-
     if found := cache.find(wanted):
         return found
     if jobs(request) == 1:
         return built(wanted, [])
     import_cpp_extension()  # once for both processes
-    with contextlib.closing(child.answers(steps, os.devnull)) as answers:
+    with Child(lambda: built(wanted, []), os.devnull) as child:
         _compile(request, folder, "")
         _mark(folder, "runtime")
-        return next(answers)
+        return child.result()
 
 
 def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
