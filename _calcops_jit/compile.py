@@ -1,4 +1,7 @@
-"""The call of torch.utils.cpp_extension.load, in a child process (child.py)."""
+"""The call of torch.utils.cpp_extension.load.
+
+It happens in a child process (child.py), because it needs other environment variables.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 from . import cuda
@@ -47,23 +49,23 @@ def compile_and_link(request: Request, folder: str, archive: str) -> str:
     """
     cpp_extension = import_cpp_extension()
     cpp_extension.CUDA_HOME = request.cuda.home or None
-    with _environment(_variables(request, folder, archive)):
-        path = cpp_extension.load(
-            # torch builds nothing if it remembers a build of this name and these sources.
-            name=f"library.{os.urandom(4).hex()}",
-            sources=_sources(request, folder),
-            extra_cflags=_cflags(request),
-            extra_cuda_cflags=list(request.cuda_cflags),
-            extra_ldflags=_ldflags(request, folder, archive),
-            extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
-            build_directory=folder,
-            verbose=True,  # ninja's output goes to the log
-            with_cuda=request.cuda.build,
-            # With -shared, a "standalone" program is a library. torch does not load it: the loader
-            # does so later, after it has verified the bytes.
-            is_python_module=False,
-            is_standalone=True,
-        )
+    os.environ.update(_variables(request, folder, archive))
+    path = cpp_extension.load(
+        # torch builds nothing if it remembers a build of this name and these sources.
+        name=f"library.{os.urandom(4).hex()}",
+        sources=_sources(request, folder),
+        extra_cflags=_cflags(request),
+        extra_cuda_cflags=list(request.cuda_cflags),
+        extra_ldflags=_ldflags(request, folder, archive),
+        extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
+        build_directory=folder,
+        verbose=True,  # ninja's output goes to the log
+        with_cuda=request.cuda.build,
+        # With -shared, a "standalone" program is a library. torch does not load it: the loader
+        # does so later, after it has verified the bytes.
+        is_python_module=False,
+        is_standalone=True,
+    )
     if request.product.endswith(".a"):
         path = f"{folder}/{request.product}"
         objects = [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".o")]
@@ -78,37 +80,20 @@ def import_cpp_extension() -> ModuleType:
     for name in ("setuptools", "setuptools.command", "setuptools.command.build_ext"):
         sys.modules.setdefault(name, placeholder)
     # If the import found a toolkit, it would look for a GPU, which initialises CUDA.
-    with _environment({"CUDA_HOME": "", "CUDA_PATH": ""}):
-        from torch.utils import cpp_extension
+    os.environ.update({"CUDA_HOME": "", "CUDA_PATH": ""})
+    from torch.utils import cpp_extension
+
     return cpp_extension
 
 
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Change environment variables of this child, and restore them at the end."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
-
-
 def _write_compiler(request: Request, folder: str, archive: str) -> str:
-    """Write the script for CXX, unless it is there already. Return its path."""
+    """Write the script for CXX. Return its path."""
     script = f"{folder}/c++"
     first = "" if archive else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
     unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     text = _COMPILER.format(command=shlex.join(request.compiler), first=first, unwanted=unwanted)
-    before = b""
-    with contextlib.suppress(OSError), open(script, "rb") as file:
-        before = file.read()
-    if before != os.fsencode(text):
-        write_whole(script, os.fsencode(text))
+    write_whole(script, os.fsencode(text))
     os.chmod(script, 0o755)
     return script
 
