@@ -19,7 +19,7 @@ import torch
 from . import cuda
 from .inputs import TORCH, digest
 
-FORMAT = 9  # the version of the cache's format
+FORMAT = 10  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
 
 
@@ -144,9 +144,9 @@ class Request(SimpleNamespace):
             "name": self.name,
             "sources": [self.fold(path) for path in self.sources],
             "include paths": [self.fold(path) for path in self.include_paths],
-            "C++ flags": self._fold_flags(self.cflags),
-            "CUDA flags": self._fold_flags(self.cuda_cflags),
-            "linker flags": self._fold_flags(self.ldflags),
+            "C++ flags": list(self.cflags),
+            "CUDA flags": list(self.cuda_cflags),
+            "linker flags": list(self.ldflags),
             "runtime's flags": list(RUNTIME),  # it is linked into the library
             "PyTorch": [torch.__version__, torch.version.git_version, str(torch.version.debug)],
         }
@@ -158,7 +158,7 @@ class Request(SimpleNamespace):
         # A word after an option may belong to it, as in `-I folder`.
         arguments = tuple(itertools.dropwhile(_is_program, self.compiler))
         facts |= {
-            "compiler arguments": self._fold_flags(arguments),
+            "compiler arguments": list(arguments),
             # A PyTorch that is built again has libraries of other sizes.
             "PyTorch's size": os.path.getsize(f"{TORCH}/lib/libtorch_cpu.so"),
             "PyTorch's folder": TORCH,  # it is in the library's rpath
@@ -174,11 +174,6 @@ class Request(SimpleNamespace):
         if self.asked is not None:  # it may call Python
             facts["Python"] = EXTENSION_SUFFIXES[0]
         return facts
-
-    def _fold_flags(self, flags: tuple[str, ...]) -> list[str]:
-        """Replace the root in search paths. Other paths, as in -D and -rpath, stay in a library."""
-        root = re.compile(rf"^(-I|-L|-iquote|-isystem)?{re.escape(self.root)}/")
-        return [root.sub(r"\1@root/", flag) for flag in flags]
 
 
 def _is_program(word: str) -> bool:

@@ -69,24 +69,6 @@ def test_a_flag_with_the_folder_of_the_sources_is_of_that_folder(checkout):
         assert checkout.loaded(sources=[str(source)], extra_cflags=flags) == answer
 
 
-@pytest.mark.parametrize("replaced", ["link", "folder"])
-def test_a_link_or_folder_replaced_during_the_first_build_is_noticed(checkout, replaced):
-    checkout.put("mine.cpp", '#include "config/h.h"\n' + ANSWER.format("return VALUE;"))
-    checkout.put("old/h.h", "#define VALUE 1\n")
-    new = checkout.put("new/h.h", "#define VALUE 2\n").parent
-    config = checkout.project / "config"
-    if replaced == "link":
-        config.symlink_to("old")
-        command = f"ln -sfn new {config}"
-    else:
-        (checkout.project / "old").rename(config)
-        command = f"mv {config} {config}.old; mv {new} {config}"
-    once = f'case "$*" in *mine.cpp*) c++ "$@"; [ -e {config}.done ] || {{ {command}; }}'
-    hook = checkout.hook(f"{once}; touch {config}.done; exit;; esac")
-    assert checkout.loaded(**hook) == 2
-    assert checkout.loaded() == 2
-
-
 @pytest.mark.parametrize("option", ["-D", "-I"])
 def test_a_word_that_follows_an_option_in_cxx_is_part_of_it(checkout, option):
     for part in "runtime", "registry":
