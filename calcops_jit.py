@@ -42,7 +42,7 @@ if not os.path.exists(__file__):
         f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it"
     )
 
-from _calcops_jit import __version__, handles, library, options, request
+from _calcops_jit import __version__, library, options, request
 from _calcops_jit.library import Library
 from _calcops_jit.messages import BuildError, say
 
@@ -180,7 +180,7 @@ def _expose() -> None:
 def __getattr__(name: str):
     if _problem is not None and not name.startswith("_"):
         raise _problem
-    raise handles.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
+    raise library.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
 
 
 def __dir__() -> list[str]:
