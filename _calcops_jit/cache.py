@@ -17,22 +17,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import glob
 import json
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 from .inputs import Changed, Inputs, digest, digest_of_open
-from .messages import report, say
+from .messages import say
 from .request import FORMAT, Request
 
 _KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
-_DAY_S = 24 * 3600
 # The exceptions of a generation that is stale, damaged or unreadable.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 
@@ -51,16 +48,8 @@ def folder() -> str:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = "~/.cache"
-    path = os.path.expanduser(os.environ.get("CALCOPS_CACHE") or f"{base}/calcops")
-    if path.startswith("~"):
-        raise report("no home folder", [f"cannot expand {path}"], "export CALCOPS_CACHE=<a folder>")
-    return _absolute(path)
-
-
-@functools.cache
-def _absolute(path: str) -> str:
-    """Return a folder's absolute path. It is remembered, because the process may chdir."""
-    return os.path.abspath(path)
+    path = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
+    return os.path.abspath(os.path.expanduser(path))
 
 
 # ---- finding -------------------------------------------------------------------------------------
@@ -78,10 +67,9 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
             if reasons is not None:
                 reasons.append(str(problem))
             continue
-        manifest = f"{path}/manifest"
-        with contextlib.suppress(OSError):  # somebody else's cache is only read
-            if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
-                os.utime(manifest)  # the time of last use, by which generations are sorted
+        if i > 0:
+            with contextlib.suppress(OSError):  # somebody else's cache is only read
+                os.utime(f"{path}/manifest")  # the time of last use, which sorts generations
         return generation
     return None
 

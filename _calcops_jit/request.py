@@ -6,7 +6,6 @@ compared at every import (inputs.py).
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -120,14 +119,18 @@ class Request(SimpleNamespace):
 
     @once
     def programs(self) -> list[str]:
-        """Return the paths of the compilers, also of those that wrappers such as ccache run."""
+        """Return the paths of the compilers. A wrapper such as ccache runs a later one in PATH."""
         if self.level:  # a wheel's library is used without compilers
             return []
-        programs: list[str] = []
-        for word in filter(_is_program, self.compiler):
-            programs += _programs(word, self.environment.get("PATH", ""))
-        if self.cuda.build:
-            programs.append(f"{self.cuda.home}/bin/nvcc")
+        programs = [f"{self.cuda.home}/bin/nvcc"] if self.cuda.build else []
+        for word in self.compiler:
+            folders = [""] if "/" in word else self.environment.get("PATH", "").split(":")
+            paths = dict.fromkeys(
+                os.path.realpath(os.path.join(folder, word)) for folder in folders
+            )
+            programs += [
+                path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)
+            ]
         return programs
 
     @once
@@ -155,10 +158,8 @@ class Request(SimpleNamespace):
         if self.level:  # the other facts are those of one machine
             flags = torch.__config__._cxx_flags()
             return facts | {"level": self.level, "PyTorch's flags": digest(flags.encode())}
-        # A word after an option may belong to it, as in `-I folder`.
-        arguments = tuple(itertools.dropwhile(_is_program, self.compiler))
         facts |= {
-            "compiler arguments": list(arguments),
+            "compiler": self.compiler,
             # A PyTorch that is built again has libraries of other sizes.
             "PyTorch's size": os.path.getsize(f"{TORCH}/lib/libtorch_cpu.so"),
             "PyTorch's folder": TORCH,  # it is in the library's rpath
@@ -174,23 +175,6 @@ class Request(SimpleNamespace):
         if self.asked is not None:  # it may call Python
             facts["Python"] = EXTENSION_SUFFIXES[0]
         return facts
-
-
-def _is_program(word: str) -> bool:
-    """Return True if a word of a compiler's command may be a program."""
-    return "=" not in word and not word.startswith(("-", "@"))
-
-
-def _programs(name: str, path: str) -> list[str]:
-    """Return the real path of a program, and if it is ccache, of the next one of its name."""
-    found: list[str] = []
-    for folder in [""] if "/" in name else path.split(":"):
-        program = os.path.realpath(os.path.join(folder, name))
-        if os.path.isfile(program) and os.access(program, os.X_OK):
-            found.append(program)
-            if os.path.basename(program) not in WRAPPERS:
-                break
-    return found
 
 
 def words_of(variable: str) -> list[str]:

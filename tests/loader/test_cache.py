@@ -205,17 +205,6 @@ def test_the_cache_folder_follows_the_variables_and_the_home_folder(checkout, tm
     assert folder(CALCOPS_CACHE="~/here") == f"{tmp_path}/here"
 
 
-def test_a_relative_cache_stays_the_same_after_chdir(checkout):
-    script = """
-import calcops_jit, os
-os.chdir('/')
-print(calcops_jit.reload(), calcops_jit.library_path())
-"""
-    child = checkout.run(script, CALCOPS_CACHE="cache")
-    assert re.fullmatch(rf"\[\] {checkout.cache}/\S+\n", child.out), child.err
-    assert checkout.compiled() == 1
-
-
 # ---- other users ---------------------------------------------------------------------------------
 
 
