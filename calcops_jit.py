@@ -37,11 +37,6 @@ if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         f"got {sys.platform} on {platform.machine()}"
     )
 
-if not os.path.exists(__file__):
-    raise ImportError(
-        f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it"
-    )
-
 from _calcops_jit import __version__, library, options, request
 from _calcops_jit.library import Library
 from _calcops_jit.messages import BuildError, say

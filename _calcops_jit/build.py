@@ -49,14 +49,12 @@ def built(request: Request, reasons: list[str]) -> Generation:
 
 def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
     """Build a library in a locked slot, load it in a child, and publish it."""
+    for cause, evidence, fix in foresee(request):
+        raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
     choice = request.cuda
-    if choice.fatal:
-        raise report(f"cannot build {request.name} for CUDA", [choice.reason], choice.fix)
     if choice.gpus and not choice.build:
         reason = f"{choice.reason}: {choice.fix}"
         say(f"{choice.gpus[0]} is here, but {reason}; building for the CPU")
-    for cause, evidence, fix in foresee(request):
-        raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
     title = f"building {request.name}"
     if reasons:
         title += f" ({reasons[0].rpartition('/')[2]})"

@@ -115,8 +115,6 @@ def _doctor(options: argparse.Namespace) -> int:
     """check whether a build would succeed here; 1 if it would fail"""
     wanted = request.own()
     problems = [report(cause, [line], fix) for cause, line, fix in foresee(wanted)]
-    if wanted.cuda.fatal:
-        problems.append(report("no build for CUDA", [wanted.cuda.reason], wanted.cuda.fix))
     parent = cache.folder()
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)

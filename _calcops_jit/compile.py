@@ -6,7 +6,6 @@ It happens in a child process (child.py), because it needs other environment var
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import shlex
@@ -193,27 +192,18 @@ def _quoted(text: str) -> str:
 
 
 def find_ninja(request: Request) -> str:
-    """Return the path of ninja: on PATH, beside this Python, or in its wheel; "" without one."""
+    """Return the path of ninja: on PATH or beside this Python; "" without one."""
     folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
-    with contextlib.suppress(ImportError):
-        from ninja import BIN_DIR
-
-        folders.append(BIN_DIR)
     path = os.pathsep.join([request.environment.get("PATH", ""), *folders])
     return shutil.which("ninja", path=path) or ""
 
 
 def version(request: Request) -> str:
     """Return what the C++ compiler prints for --version; "" if it does not run."""
-    return _version(*request.compiler, path=request.environment.get("PATH", ""))
-
-
-@functools.cache
-def _version(*command: str, path: str) -> str:
     with contextlib.suppress(OSError):
-        environment = os.environ | {"PATH": path, "LC_ALL": "C.UTF-8"}
+        environment = request.environment | {"LC_ALL": "C.UTF-8"}
         options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
-        arguments = [*command, "--version"]
+        arguments = [*request.compiler, "--version"]
         return subprocess.run(arguments, capture_output=True, env=environment, **options).stdout
     return ""
 

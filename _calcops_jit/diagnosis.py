@@ -14,8 +14,6 @@ from .request import Request
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
 # first pattern that matches the output counts. {0} is the first group that is not empty.
 _CAUSES = r"""
-Too many open files
-    this process has no descriptor left -> ulimit -n $(ulimit -H -n)
 No space left on device|Disk quota exceeded
     the disk is full -> export CALCOPS_CACHE=<a folder with space>
 Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
@@ -76,6 +74,8 @@ def explain(what: str, output: str, log: str = "") -> BuildError:
 
 def foresee(request: Request) -> Iterator[tuple[str, str, str]]:
     """Yield (cause, a line that shows it, a command that fixes it) of what a build lacks."""
+    if request.cuda.fatal:
+        yield "no build for CUDA", request.cuda.reason, request.cuda.fix
     path = request.environment.get("PATH", "")
     compiler = request.compiler[0]
     if shutil.which(compiler, path=path) is None:
