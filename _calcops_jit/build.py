@@ -23,10 +23,9 @@ import torch
 from . import cache
 from .cache import Generation
 from .child import Child, Ended, end_with_compilers
-from .compile import compile_and_link, dependencies, import_cpp_extension, jobs, linked
-from .diagnosis import explain, foresee
+from .compile import compile_and_link, dependencies, foresee, jobs, linked
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
-from .messages import Progress, report, say
+from .messages import Progress, explain, report, say
 from .registration import Registration
 from .request import SHADOW, Request, levels, own, runtime
 
@@ -176,7 +175,6 @@ def _runtime(request: Request, folder: str) -> Generation:
         return found
     if jobs(request) == 1:
         return built(wanted, [])
-    import_cpp_extension()  # once for both processes
     with Child(lambda: built(wanted, []), os.devnull) as child:
         _compile(request, folder, "")
         _mark(folder, "runtime")

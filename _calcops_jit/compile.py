@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
 from . import cuda
@@ -46,7 +47,7 @@ def compile_and_link(request: Request, folder: str, archive: str) -> str:
 
     Without the runtime, nothing is linked. torch's exceptions: it failed.
     """
-    cpp_extension = import_cpp_extension()
+    cpp_extension = _import_cpp_extension()
     cpp_extension.CUDA_HOME = request.cuda.home or None
     os.environ.update(_variables(request, folder, archive))
     path = cpp_extension.load(
@@ -72,7 +73,7 @@ def compile_and_link(request: Request, folder: str, archive: str) -> str:
     return path
 
 
-def import_cpp_extension() -> ModuleType:
+def _import_cpp_extension() -> ModuleType:
     """Return torch.utils.cpp_extension."""
     # setuptools is slow to import, and only setup.py needs it.
     placeholder = SimpleNamespace(Command=object, build_ext=object)
@@ -104,7 +105,7 @@ def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
         "CXX": _write_compiler(request, folder, archive),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
         "MAX_JOBS": str(jobs(request)),
-        "LC_ALL": "C.UTF-8",  # diagnosis.py knows the English messages
+        "LC_ALL": "C.UTF-8",  # messages.py knows the English messages
         "LD_PRELOAD": "",  # it may be a sanitizer for this process
         # Compiler wrappers decide by rules of their own whether an object is up to date.
         "TORCH_NO_COMPILER_WRAPPER": "1",
@@ -206,6 +207,27 @@ def version(request: Request) -> str:
         arguments = [*request.compiler, "--version"]
         return subprocess.run(arguments, capture_output=True, env=environment, **options).stdout
     return ""
+
+
+def foresee(request: Request) -> Iterator[tuple[str, str, str]]:
+    """Yield (cause, a line that shows it, a command that fixes it) of what a build lacks."""
+    if request.cuda.fatal:
+        yield "no build for CUDA", request.cuda.reason, request.cuda.fix
+    path = request.environment.get("PATH", "")
+    compiler = request.compiler[0]
+    if shutil.which(compiler, path=path) is None:
+        evidence = f"`{compiler}` is not on PATH"
+        fix = "install g++, or: conda install -c conda-forge gxx"
+        if request.environment.get("CXX") and shutil.which("c++", path=path):
+            evidence += " (CXX names it), but c++ is"
+            fix = "unset CXX"
+        yield "no C++ compiler", evidence, fix
+    elif not version(request):
+        evidence = f"`{' '.join(request.compiler)} --version` fails"
+        yield "the C++ compiler does not run", evidence, "unset CXX"
+    if not find_ninja(request):
+        evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
+        yield "no ninja", evidence, f"{sys.executable} -m pip install ninja"
 
 
 def jobs(request: Request) -> int:

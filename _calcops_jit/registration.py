@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .messages import BuildError, report
+from .messages import BuildError, explain, report
 from .request import Request, once
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
@@ -61,8 +61,6 @@ class Registration:
         except OSError as error:
             if not os.path.exists(path):
                 raise FileNotFoundError(f"{path} is gone") from None
-            from .diagnosis import explain
-
             message = str(error).removeprefix(f"{path}: ")
             raise explain(f"cannot load {request.name}.so", message) from None
 
