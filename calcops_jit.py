@@ -37,7 +37,7 @@ if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         f"got {sys.platform} on {platform.machine()}"
     )
 
-from _calcops_jit import __version__, library, options, request
+from _calcops_jit import __version__, library, request
 from _calcops_jit.library import Library
 from _calcops_jit.messages import BuildError, say
 
@@ -91,7 +91,7 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(options.request_for(**locals()))  # it has the same parameters
+    return library.obtain(request.request_for(**locals()))  # it has the same parameters
 
 
 def reload() -> list[str]:

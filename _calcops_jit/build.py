@@ -27,7 +27,8 @@ from .compile import compile_and_link, dependencies, foresee, jobs, linked
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
 from .messages import Progress, explain, report, say
 from .registration import Registration
-from .request import SHADOW, Request, levels, own, runtime
+from .request import SHADOW, Request, own, runtime
+from .wheel import levels
 
 _KEPT = 4  # folders of builds in a slot
 

@@ -14,8 +14,8 @@ import torch
 from . import __version__, build, cache, compile, cuda, library, request
 from .inputs import digest, state_of
 from .messages import BuildError, explain, report, say
-from .options import request_for
 from .request import CONTRACTS, LOADER, MACHINE, Request
+from .wheel import levels
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def _request(options: argparse.Namespace) -> Request:
     if options.name in (None, "calcops"):
         return request.own()
     for manifest in cache.newest(options.name):
-        return request_for(**manifest["asked"])
+        return request.request_for(**manifest["asked"])
     names = {os.path.basename(slot)[:-17] for slot in cache.slots()} - {"calcops", "runtime"}
     what = f"no library `{options.name}` in {cache.folder()}"
     evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
@@ -121,7 +121,7 @@ def _doctor(options: argparse.Namespace) -> int:
         problems.append(explain("no cache", str(error)))
     print(f"Python   {sys.version.split()[0]}, supported: 3.11 to 3.14")
     print(f"PyTorch  {torch.__version__}, supported: 2.10 to 2.15")
-    print(f"machine  {[*request.levels(), MACHINE][0]}")
+    print(f"machine  {[*levels(), MACHINE][0]}")
     print(f"compiler {next(iter(compile.version(wanted).splitlines()), 'none')}")
     print("\n".join(map(str, problems)) or "a build would succeed")
     return bool(problems)

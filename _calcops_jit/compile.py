@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from . import cuda
 from .cache import write_whole
 from .inputs import TORCH
-from .request import SHADOW, WRAPPERS, Request, words_of
+from .request import SHADOW, Request, words_of
 
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
@@ -122,7 +122,9 @@ def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
         variables["CUDA_INC_PATH"] = cuda.headers(request.cuda.home)
         host = words_of("CC")
         if host:  # torch passes it to nvcc's -ccbin, which takes one word
-            variables["CC"] = next((word for word in host if word not in WRAPPERS), host[0])
+            variables["CC"] = next(
+                (word for word in host if word not in ("ccache", "sccache")), host[0]
+            )
     return variables
 
 

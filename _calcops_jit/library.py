@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from . import cache, options, request
+from . import cache, request
 from .cache import Generation
 from .inputs import state_of
 from .messages import BuildError, report, say
@@ -174,7 +174,7 @@ def reload() -> list[str]:
         failure = None
         for library, _ in before:
             try:
-                obtain(options.again(library._request))
+                obtain(request.again(library._request))
             except Exception as error:
                 failure = failure or error
         if failure:

@@ -27,10 +27,27 @@ from .cache import Generation
 from .messages import BuildError, report
 from .request import LOADER, MACHINE, Request
 
+# The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
+LEVELS = {
+    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
+    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
+    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
+}
 _BUILT = "lib/_calcops_jit/built"  # in a temporary folder, from which setuptools packs lib/
 _NO_CUDA = cuda.Choice(
     reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
 )
+
+
+def levels() -> list[str]:
+    """Return the levels that this processor has, the highest first."""
+    words = set(request.processor())
+    here: list[str] = []
+    for level, extensions in LEVELS.items():
+        if not words.issuperset(extensions.split()):
+            break
+        here.insert(0, level)
+    return here
 
 
 def find(wanted: Request, reasons: list[str]) -> Generation | None:
@@ -38,7 +55,7 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
 
     Why none fits is appended to `reasons`.
     """
-    for level in request.levels():
+    for level in levels():
         for path in sorted(glob.glob(f"{glob.escape(LOADER)}/built/*/*")):
             try:
                 facts = cache.read_record(f"{path}/manifest")["facts"]
@@ -47,7 +64,7 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
             except cache.UNFIT as problem:
                 reasons.append(str(problem))
     if not reasons:
-        reasons.append(f"this processor has none of {' '.join(request.LEVELS)}")
+        reasons.append(f"this processor has none of {' '.join(LEVELS)}")
     return None
 
 
@@ -123,7 +140,7 @@ def add(folder: str) -> None:
     choice = cuda.choose()
     if not choice.build and not choice.fatal:
         choice = _NO_CUDA
-    for level in request.LEVELS:
+    for level in LEVELS:
         wanted = request.own(choice=choice, level=level)
         found = cache.find(wanted) or built(wanted, [level])
         target = f"{folder}/{wanted.slot}/{found.digest}"

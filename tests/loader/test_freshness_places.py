@@ -53,7 +53,7 @@ def test_a_copied_cache_follows_an_edit_of_two_sources_with_one_base_name(checko
 
 def test_the_flags_of_the_runtime_are_an_input_of_each_library(checkout):
     checkout.put("mine.cpp", "")
-    script = "from _calcops_jit.options import request_for; print(request_for('mine', {!r}).slot)"
+    script = "from _calcops_jit.request import request_for; print(request_for('mine', {!r}).slot)"
     script = script.format(f"{checkout.project}/mine.cpp")
     before = checkout.run(script).out
     text = (checkout.path / "_calcops_jit/request.py").read_text()
