@@ -17,6 +17,7 @@ import contextlib
 import glob
 import os
 import re
+import shutil
 
 import torch
 
@@ -26,9 +27,9 @@ from .child import Child, Ended, end_with_compilers
 from .compile import compile_and_link, dependencies, foresee, jobs, linked
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
 from .messages import Progress, explain, report, say
+from .processor import levels
 from .registration import Registration
 from .request import SHADOW, Request, own, runtime
-from .wheel import levels
 
 _KEPT = 4  # folders of builds in a slot
 
@@ -129,8 +130,11 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     try:
         folder = _fresh(_folder(request, slot))
         for _ in range(3):
-            archive = _runtime(request, folder) if request.product.endswith(".so") else None
-            product, inputs = _compile(request, folder, archive.path if archive else "")
+            archive = None
+            if request.product.endswith(".so"):
+                archive = _runtime(request, folder)
+                shutil.copyfile(archive.path, f"{folder}/runtime.a")  # `clean` may remove it
+            product, inputs = _compile(request, folder, f"{folder}/runtime.a" if archive else "")
             with contextlib.suppress(Changed):
                 inputs.check(request)  # no file was saved meanwhile
                 return product, inputs.merged(archive.inputs) if archive else inputs
@@ -198,7 +202,7 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
         objects[target] = [state_of(f"{folder}/{target}"), files]
     read = {f"{SHADOW}/hidden.map", *linked(folder)}.union(*(read for _, read in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
-    read = {p for p in read if p != archive and not p.startswith(f"{folder}/")}
+    read = {path for path in read if not path.startswith(f"{folder}/")}
     inputs = record(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
     # After a failure, too, because some sources may have been compiled.
     fields = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 from .inputs import Changed, Inputs, digest, digest_of_open
 from .messages import say
-from .request import FORMAT, Request
+from .request import Request
 
 _KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
 # The exceptions of a generation that is stale, damaged or unreadable.
@@ -102,10 +102,7 @@ def read_record(path: str) -> dict:
         checksum, _, text = file.read().partition(b"\n")
     if checksum.decode(errors="replace") != digest(text):
         raise ValueError(f"{path} is damaged")
-    record = json.loads(text)
-    if record["facts"]["format"] != FORMAT:
-        raise ValueError(f"{path} has another version")
-    return record
+    return json.loads(text)
 
 
 def _verified(path: str):

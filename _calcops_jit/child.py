@@ -35,27 +35,33 @@ class Ended(Exception):
 
 
 class Child:
-    """A forked process that calls a function. It begins now.
+    """A context in which a forked process calls a function.
 
-    This is a context. At its end, and if this process ends in any way, the child is ended.
+    At the context's end, and if this process ends in any way, the child is ended.
     """
 
     def __init__(self, function: Callable, log: str):
         """`log` is the path of a file for what the child prints."""
-        open(log, "wb").close()
-        # In a daemon, the first two may get the numbers of standard streams, to which others write.
-        self._connection, there = [Pipe(), Pipe(), Pipe()][-1]
-        with warnings.catch_warnings():
-            # Python warns that another thread may hold a lock, which nobody releases in the child.
-            warnings.simplefilter("ignore")
-            parent = os.getpid()
-            self._pid = os.fork()
-        if self._pid == 0:
-            self._connection.close()
-            _run(function, there, log, parent)
-        there.close()
+        self._function = function
+        self._log = log
+        self._pid = 0
 
     def __enter__(self) -> Child:
+        open(self._log, "wb").close()
+        # In a daemon, the first two may get the numbers of standard streams, to which others write.
+        self._connection, there = [Pipe(), Pipe(), Pipe()][-1]
+        parent = os.getpid()
+        try:
+            self._pid = _fork()
+            if self._pid == 0:
+                self._connection.close()
+                _run(self._function, there, self._log, parent)
+            os.setpgid(self._pid, self._pid)  # whichever process is quicker
+            there.close()
+            self._connection.send("begin")
+        except BaseException:  # Ctrl-C, perhaps before the pid is stored
+            self._end()
+            raise
         return self
 
     def result(self):
@@ -79,11 +85,22 @@ class Child:
     def _end(self) -> int:
         """End the child and the processes of its group. Return its exit status."""
         self._connection.close()
+        if self._pid == 0:
+            return 0
         with contextlib.suppress(OSError):
             os.killpg(self._pid, signal.SIGTERM)
+        status = 0
         with contextlib.suppress(ChildProcessError):  # another thread waits for every child
-            return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        return 0
+            status = os.waitpid(self._pid, 0)[1]
+        self._pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns that another thread may hold a lock, which nobody releases in the child.
+        warnings.simplefilter("ignore")
+        return os.fork()
 
 
 def _run(function: Callable, there: Connection, log: str, parent: int) -> NoReturn:
@@ -104,6 +121,7 @@ def _run(function: Callable, there: Connection, log: str, parent: int) -> NoRetu
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+        there.recv()  # EOFError: the parent was interrupted
         try:
             there.send((False, function()))
         except BuildError as error:

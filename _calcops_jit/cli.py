@@ -14,8 +14,8 @@ import torch
 from . import __version__, build, cache, compile, cuda, library, request
 from .inputs import digest, state_of
 from .messages import BuildError, explain, report, say
-from .request import CONTRACTS, LOADER, MACHINE, Request
-from .wheel import levels
+from .processor import MACHINE, levels
+from .request import CONTRACTS, LOADER, Request
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,6 +18,7 @@ import torch
 from . import cuda
 from .inputs import TORCH, digest
 from .messages import BuildError
+from .processor import MACHINE, features
 
 FORMAT = 10  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
@@ -48,7 +49,6 @@ def _part(name: str) -> str:
 SHADOW = f"{LOADER}/shadow"  # headers that come before PyTorch's on the include path
 CONTRACTS = _part("contracts")
 HEADERS = (SHADOW, f"{CONTRACTS}/include")  # the folders of headers for every source
-MACHINE = os.uname().machine
 # Two builds of one operator can be in one process. Hidden symbols that are not "gnu unique" keep
 # them from sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
@@ -174,7 +174,7 @@ class Request(SimpleNamespace):
             ],
         }
         if any("native" in flag for flag in flags):
-            facts["processor"] = processor()
+            facts["processor"] = features()
         if self.asked is not None:  # it may call Python
             facts["Python"] = EXTENSION_SUFFIXES[0]
         return facts
@@ -192,14 +192,6 @@ def words_of(variable: str) -> list[str]:
     except ValueError as problem:
         what = f"expected {variable} as a shell's words, got {text!r}: {problem}"
         raise ValueError(f"calcops_jit: {what}") from None
-
-
-def processor() -> list[str]:
-    """Return the words of /proc/cpuinfo on which -march=native depends, and some more."""
-    with open("/proc/cpuinfo", errors="replace") as file:
-        text = file.read(8192)  # all cores would take the kernel long
-    lines = re.findall(r"(?m)^(?:flags|Features|CPU (?:part|implementer))\s*:(.*)\n", text)
-    return sorted({word for line in lines for word in line.split()})
 
 
 def runtime() -> Request:

@@ -25,29 +25,13 @@ import warnings
 from . import cache, cuda, request
 from .cache import Generation
 from .messages import BuildError, report
-from .request import LOADER, MACHINE, Request
+from .processor import LEVELS, MACHINE, levels
+from .request import LOADER, Request
 
-# The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
-LEVELS = {
-    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
-    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
-    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
-}
 _BUILT = "lib/_calcops_jit/built"  # in a temporary folder, from which setuptools packs lib/
 _NO_CUDA = cuda.Choice(
     reason="the wheel is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
 )
-
-
-def levels() -> list[str]:
-    """Return the levels that this processor has, the highest first."""
-    words = set(request.processor())
-    here: list[str] = []
-    for level, extensions in LEVELS.items():
-        if not words.issuperset(extensions.split()):
-            break
-        here.insert(0, level)
-    return here
 
 
 def find(wanted: Request, reasons: list[str]) -> Generation | None:

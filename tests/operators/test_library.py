@@ -94,7 +94,7 @@ from pathlib import Path
 sources = [*Path(sys.argv[1]).glob("*/*.cpp"), *Path(sys.argv[1]).glob("*/*.cu")]
 flags = ["-fopenmp", "-Wall"]
 calcops_jit.load("weighted", sources, flags, extra_ldflags=flags, extra_include_paths=sys.argv[1])
-weighted_sum = torch.ops.calcops.weighted_sum
+weighted_sum = torch.ops.weighted.weighted_sum
 x, weights = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
 assert torch.equal(weighted_sum(x, weights), (x * weights).sum(1))
 assert gradcheck(weighted_sum, (x, weights), check_forward_ad=True, check_batched_grad=True)
@@ -111,7 +111,7 @@ except RuntimeError as error:
     command = [sys.executable, "-c", script, tmp_path]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    expected = "calcops::weighted_sum: expected `weights` of shape [N, K] = [3, 4], got [2, 4]"
+    expected = "weighted::weighted_sum: expected `weights` of shape [N, K] = [3, 4], got [2, 4]"
     assert run.stdout.splitlines()[-1] == expected
 
 
