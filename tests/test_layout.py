@@ -79,7 +79,7 @@ def test_no_folder_of_tests_hides_a_package_that_a_test_looks_for():
     wanted = set()
     for path in tests.rglob("*.py"):
         wanted |= set(re.findall(r'(?:find_spec|importorskip)\("(\w+)', path.read_text()))
-    assert {"deepmd", "cv2"} <= wanted
+    assert "cv2" in wanted
     assert not wanted & {path.name for path in tests.rglob("*") if path.is_dir()}
 
 

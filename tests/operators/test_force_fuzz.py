@@ -12,6 +12,7 @@ import re
 import pytest
 import reference
 import torch
+from reference import index_reference, order_reference
 from test_edge_force import reference_force_virial
 
 import calcops_jit
@@ -75,30 +76,6 @@ def edges(draw, seed):
     values = reference.graph(natoms, count, frames, dtype, draw.choice(INDICES), seed=seed)
     names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
     return dict(zip(names, values, strict=True))
-
-
-def index_reference(list_neigh, nghost=0):
-    """Return neighbor_index in plain Python: where the slots of each atom end, then the slots."""
-    frames, rows = len(list_neigh), list_neigh.shape[1] + nghost
-    results = []
-    for frame in list_neigh.flatten(1).tolist():
-        ends = []
-        slots = []
-        for row in range(rows):
-            slots += [slot for slot, j in enumerate(frame) if j == row]
-            ends.append(len(slots))
-        results.append(ends + slots + [-1] * (len(frame) - len(slots)))
-    width = rows + list_neigh.shape[1:].numel()
-    return torch.tensor(results, dtype=torch.int32).reshape(frames, width)
-
-
-def order_reference(edge_index, natoms):
-    """Return edge_order: the neighbor_index of a list with both rows of the valid edges."""
-    is_valid = ((edge_index >= 0) & (edge_index < natoms)).all(0)
-    ends = torch.where(is_valid, edge_index.long(), -1).reshape(1, 1, -1)
-    if natoms == 0:
-        return torch.full((ends.numel(),), -1, dtype=torch.int32)
-    return index_reference(ends, natoms - 1)[0]  # the list has one atom, so the others are ghosts
 
 
 def doubled(values):
