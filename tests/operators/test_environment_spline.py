@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from fuzz import DTYPES, INDICES, check_calls
 from reference import (
     assert_compiles_and_exports,
     assert_empty_slots_never_matter,
@@ -109,9 +110,8 @@ def smooth_inputs(spline="quintic"):
 
 @pytest.mark.parametrize("spline", DEGREES)
 @pytest.mark.parametrize("functions", [6, 7, 16, 61])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_sums_are_those_of_plain_pytorch(spline, functions, index):
-    arguments = inputs(functions=functions, spline=spline, index=index)
+def test_sums_are_those_of_plain_pytorch(spline, functions):
+    arguments = inputs(functions=functions, spline=spline)
     torch.testing.assert_close(
         environment_spline(*arguments), reference(*arguments), rtol=1e-12, atol=1e-12
     )
@@ -365,26 +365,29 @@ def test_more_than_three_directions_are_refused():
         torch.ops.calcops._environment_spline_along(d.double(), kind, *rest, directions)
 
 
-def arguments_with(**changes):
-    return dict(zip(NAMES, inputs())) | changes
+def arguments_of(**sizes):
+    return dict(zip(NAMES, inputs(**sizes)))
+
+
+def random_arguments(draw, seed):
+    return arguments_of(
+        n=draw.choice([0, 1, 3]),
+        K=draw.choice([0, 1, 6]),
+        functions=draw.choice([6, 7, 16]),
+        spline=draw.choice([*DEGREES]),
+        dtype=draw.choice(DTYPES),
+        index=draw.choice(INDICES),
+        seed=seed,
+    )
+
+
+def test_any_call_gives_the_references_results_or_names_an_argument(one_thread):
+    check_calls(environment_spline, random_arguments, reference, range(200))
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (
-            {"d": torch.zeros(5, 9, 3, dtype=torch.int64)},
-            "expected `d` float32 or float64, got Long",
-        ),
-        ({"d": torch.zeros(5, 9, 4)}, "expected `d` of shape [n, K, 3]"),
-        ({"kind": torch.zeros(5, 8, dtype=torch.int64)}, "expected `kind` of shape [n, K]"),
-        ({"kind": torch.zeros(5, 9)}, "expected `kind` int32 or int64, got"),
-        ({"kind": torch.full((5, 9), 3)}, "expected `kind` entries -1 or 0 <= kind < kinds"),
-        ({"kind": torch.full((5, 9), -2)}, "expected `kind` entries -1 or 0 <= kind < kinds"),
-        ({"davg": torch.zeros(3, 3)}, "expected `davg` of shape [kinds, 4]"),
-        ({"davg": torch.zeros(3, 4, dtype=torch.int64)}, "expected `davg` float32 or float64"),
-        ({"dstd": torch.zeros(2, 4)}, "expected `dstd` of shape [kinds, 4]"),
-        ({"grid": torch.zeros(3, 5)}, "expected `grid` of shape [kinds, 2]"),
         ({"functions": 5}, "expected `functions`"),
         ({"rcut": 1.0}, "expected `rcut` > `rcut_smth` = 1, got 1"),
         ({"rcut": math.nan}, "expected `rcut` > `rcut_smth` = 1, got nan"),
@@ -394,14 +397,14 @@ def arguments_with(**changes):
 )
 def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
     with pytest.raises(RuntimeError) as error:
-        environment_spline(**arguments_with(**changes))
+        environment_spline(**arguments_of() | changes)
     assert "calcops::environment_spline: " in str(error.value), error.value
     assert message in str(error.value), error.value
 
 
 @pytest.mark.parametrize("rcut", [1.0, 0.5, math.nan])
 def test_a_cutoff_that_is_too_small_is_an_error_without_data_too(rcut):
-    arguments = arguments_with(rcut=rcut)
+    arguments = arguments_of() | {"rcut": rcut}
     message = "expected `rcut` > `rcut_smth` = 1, got"
     on_meta = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in arguments.items()}
     with pytest.raises(RuntimeError, match=message):
