@@ -162,20 +162,12 @@ def test_an_error_names_the_argument_its_rule_and_its_value():
     names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
     good = dict(zip(names, (edge_index, gradient, vec, natoms, batch, frames), strict=True))
     for bad, message in (
-        ({"edge_index": edge_index.short()}, "`edge_index` int32 or int64, got Short"),
         ({"edge_index": edge_index.T}, "`edge_index` of shape [2, E], got [23, 2]"),
         ({"edge_gradient": gradient.half()}, "`edge_gradient` float32 or float64, got Half"),
-        ({"edge_gradient": gradient[1:]}, "`edge_gradient` of shape [E, 3] = [23, 3], got [22, 3]"),
         ({"edge_vec": vec.float()}, "`edge_vec` of dtype Double like `edge_gradient`, got Float"),
-        ({"edge_vec": vec[:, :2]}, "`edge_vec` of shape [E, 3] = [23, 3], got [23, 2]"),
         ({"edge_vec": None}, "`edge_vec` of shape [E, 3], got none"),
-        ({"edge_index": None}, "`edge_index` of shape [2, E], got none"),
-        ({"edge_gradient": None}, "`edge_gradient` of shape [E, 3], got none"),
         ({"batch": None, "nframes": 0}, "`nframes` >= 1 where `batch` is None, got 0"),
-        ({"natoms": -1}, "`natoms` >= 0, got -1"),
         ({"natoms": 2**63 - 1}, "`natoms` of at most 2^40, got 9223372036854775807"),
-        ({"nframes": -1}, "`nframes` >= 0, got -1"),
-        ({"batch": batch.float()}, "`batch` int32 or int64, got Float"),
         ({"batch": batch[1:]}, "`batch` of shape [natoms] = [7], got [6]"),
         ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got Long"),
     ):

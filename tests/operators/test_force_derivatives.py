@@ -43,16 +43,6 @@ def test_first_derivatives_are_right_in_every_mode(device, nghost):
     assert gradcheck(lambda *x: force(list_neigh, *x, nghost), leaves[:2], **MODES)
 
 
-@pytest.mark.parametrize(
-    "output", [0, 1, 2, slice(None)], ids=["force", "virial", "atom_virial", "all"]
-)
-def test_second_derivatives_through_each_output_are_right(device, output):
-    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
-    if output == 0:
-        leaves[2] = leaves[2].detach()  # the force does not depend on Rij
-    assert gradgradcheck(lambda *x: force_virial(list_neigh, *x, 1)[output], leaves, **SECOND)
-
-
 def test_second_derivatives_of_force_are_right(device):
     list_neigh, dE, Ri_d, _ = differentiable_pairs(**SMALL, device=device)
     for op in (force, neighbor_force):
