@@ -113,7 +113,7 @@ train: .venv/.examples ## train a Deep Potential on silicon (some ten minutes), 
 	$(python) examples/silicon/step_time.py
 
 clean: ## delete .venv and what was built in this folder; for the cache: python -m calcops_jit clean
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The rm is for Debian without python3-venv, which leaves half an environment behind.

@@ -4,7 +4,7 @@
     energy, atom_energy, force, virial, atom_virial = model(types, list_neigh, Rij, nghost)
 
 Definition: Zhang et al., NeurIPS 31, 4436 (2018); Zeng et al., J. Chem. Phys. 159, 054801 (2023),
-II.B.1. DeePMD-kit computes the same numbers, as tests/packages/test_train.py
+II.B.1. DeePMD-kit computes the same numbers, as tests/packages/test_deepmd.py
 shows. Two of its conventions, from its deepmd/dpmodel (v3.2): an empty slot has the row
 (0 - davg) / dstd, and D is divided by the number of slots squared.
 """
