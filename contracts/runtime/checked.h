@@ -147,30 +147,17 @@ struct Checked {
 
   void check_number(const Line& line, const IValue& value) {
     if (op.at_line(int(&line - text.lines.data())).kind == contract::Kind::kFloat) {
-      for (const contract::Bound& bound : line.bounds) {
-        const bool is_named = bound.other >= 0;
-        const double other = is_named ? stack[op.argument[bound.other]].toDouble() : bound.real;
-        check_bound(line, bound, value.toDouble(), other);
-      }
+      for (const contract::Bound& bound : line.bounds)
+        check_bound(line, bound, value.toDouble(), bound.real);
       return;
     }
     const Int number = integer(value, Int());
     for (const contract::Bound& bound : line.bounds) {
-      const bool is_named = bound.other >= 0;
-      const Int other =
-          is_named ? integer(stack[op.argument[bound.other]], Int()) : Int(bound.integer);
       // No tensor is as large as an upper bound of a symbol, which needs no guard.
       const bool is_upper =
           bound.compare == contract::Compare::kLess || bound.compare == contract::Compare::kAtMost;
-      if (is_upper && !is_named && value_or_zero(number) == 0 && bound.integer > 0) continue;
-      check_bound(line, bound, number, other);
-    }
-    bool ok = line.numbers.empty();
-    for (const int64_t allowed : line.numbers) ok = ok || guarded(equal(number, Int(allowed)));
-    if (!ok) {
-      std::vector<std::string> allowed;
-      for (const int64_t each : line.numbers) allowed.push_back(std::to_string(each));
-      refuse(line.name, joined_by_or(allowed), number);
+      if (is_upper && value_or_zero(number) == 0 && bound.integer > 0) continue;
+      check_bound(line, bound, number, Int(bound.integer));
     }
     if (line.size >= 0) set_size(line.size, number);
   }
@@ -191,12 +178,10 @@ struct Checked {
 
   template <class Number>
   void check_bound(const Line& line, const contract::Bound& bound, const Number& got,
-                   const Number& other) const {
-    if (meets(bound.compare, got, other)) return;
+                   const Number& limit) const {
+    if (meets(bound.compare, got, limit)) return;
     static constexpr const char* kSigns[] = {"< ", "of at most ", "> ", ">= "};
-    std::string what = kSigns[int(bound.compare)];
-    what += bound.other >= 0 ? c10::str('`', bound.text, "` = ", other) : bound.text;
-    refuse(line.name, what, got);
+    refuse(line.name, kSigns[int(bound.compare)] + bound.text, got);
   }
 
   void check_choice(const Line& line, const IValue& value) const {

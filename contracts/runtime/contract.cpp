@@ -271,9 +271,6 @@ void check_all_kernels() {
         for (const Operator& other : family.operators)
           if (!other.kernels.empty()) owners.push_back(&other);
         contract::check_owner(family.text, op, owners);
-        std::vector<const contract::Binding*> bindings;
-        for (const BoundKernel& kernel : op.kernels) bindings.push_back(&kernel.binding);
-        if (!bindings.empty()) contract::check_types(family.text, op, bindings);
       }
     });
 }

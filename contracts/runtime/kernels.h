@@ -186,6 +186,8 @@ void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given,
     stride[d] = is_other || own < 0 ? count : x.stride(own);
     count *= shape[d];
   }
+  TORCH_CHECK(count == x.numel(), call.op.name, ": the shapes ", line.shape_text, " of `",
+              line.name, "` differ in their number of elements");
   slot.shape = shape.data();
   slot.stride = stride.data();
 }

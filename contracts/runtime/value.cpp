@@ -54,6 +54,8 @@ int64_t Value::item() const {
   return value.isTensor() ? value.toTensor().item().toLong() : value.toInt();
 }
 
+double Value::real() const { return ivalue_of(*this).toDouble(); }
+
 int Value::dim() const { return int(ivalue_of(*this).toTensor().dim()); }
 
 bool Value::equals(int64_t number) const {
@@ -156,6 +158,7 @@ namespace {
 std::string text_of(const Value& shown) {
   const IValue& value = ivalue_of(shown);
   if (value.isString()) return value.toStringRef();
+  if (value.isDouble()) return c10::str(value.toDouble());
   if (!value.isTensor()) return c10::str(value);
   return c10::str(value.toTensor().scalar_type(), ' ', value.toTensor().sym_sizes());
 }

@@ -124,6 +124,20 @@ const Derivative kDerivatives[] = {
 const Derivative kTableDerivatives[] = {
     {"_density_table_backward", table_vjp, table_jvp, nullptr, Derivative::kNone}};
 
+// `first` is the position of d.
+template <int first>
+void check_harmonics(const Value* arguments, Value*) {
+  const Value& harmonics = arguments[first + kHarmonics];
+  for (const int number : {1, 4, 9, 16, 25})
+    if (harmonics.equals(number)) return;
+  refuse(kName, "harmonics", "1, 4, 9, 16 or 25", harmonics);
+}
+
+const Check kChecks[] = {{"density", check_harmonics<0>},
+                         {"_density_along", check_harmonics<0>},
+                         {"_density_backward", check_harmonics<1>}};
+const Check kTableChecks[] = {{"_density_table_backward", check_harmonics<1>}};
+
 // ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
@@ -171,12 +185,12 @@ kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, sl
 table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
 grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
              the cells, 0 <= first < last, for each kind. The last is the cutoff.
-harmonics    1, 4, 9, 16 or 25. The number (l_max + 1)^2 of harmonics.
+harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 directions   [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result       [harmonics, n, F]; like d.
 vmap         joins n
 )",
-                         kDerivatives);
+                         kDerivatives, kChecks);
 
 // A contract of its own: each item of a batch has a gradient of its own, so vmap cannot join them.
 const Contract kTableContract(R"(
@@ -188,11 +202,11 @@ d            [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA
 kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot.
 table        [kinds, B, F]; like d; B >= 6.
 grid         [kinds, 2]; float32 or float64 read as float64; constant.
-harmonics    1, 4, 9, 16 or 25.
+harmonics    1 to 25.
 directions   [n, K, D, 3]; like d; D < 4.
 result       [harmonics, n, F]; like d.
 )",
-                              kTableDerivatives);
+                              kTableDerivatives, kTableChecks);
 
 // ---- from views to the structs of density.h -----------------------------------------------------
 

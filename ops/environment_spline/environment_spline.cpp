@@ -83,6 +83,17 @@ const Derivative kDerivatives[] = {
     {"_environment_spline_along", vjp<true>, jvp<true>, nullptr, Derivative::kNone},
     {"_environment_spline_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
 
+// `first` is the position of d.
+template <int first>
+void check_cutoff(const Value* arguments, Value*) {
+  const Value &rcut_smth = arguments[first + kRcutSmth], &rcut = arguments[first + kRcut];
+  if (!(rcut.real() > rcut_smth.real())) refuse(kName, "rcut", "> `rcut_smth` =", rcut_smth, rcut);
+}
+
+const Check kChecks[] = {{"environment_spline", check_cutoff<0>},
+                         {"_environment_spline_along", check_cutoff<0>},
+                         {"_environment_spline_backward", check_cutoff<1>}};
+
 // ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
@@ -138,13 +149,13 @@ grid        [kinds, 2]; float32 or float64 read as float64; constant. First and 
             cells of equal width, or (functions - 3) if `spline` is "cubic".
 functions   6 to 2^20. Number of B-splines of each kind.
 rcut_smth   >= 0. Distance at which the switch w begins to fall.
-rcut        > rcut_smth. Cutoff distance, at which w is 0.
+rcut        Cutoff distance, at which w is 0. It is larger than rcut_smth.
 spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
 directions  [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result      [n, 4, kinds, functions]; like d.
 vmap        joins n
 )",
-                         kDerivatives);
+                         kDerivatives, kChecks);
 
 // ---- from views to the structs of environment_spline.h ------------------------------------------
 

@@ -281,6 +281,16 @@ void total(View<const double, 7> x, View<double, 0> sum) {
 }
 const Kernel kTotalOfSevenCpu("total", total);
 
+// Two shapes with different numbers of elements.
+const Contract kUnequal(R"(
+unequal(Tensor x) -> Tensor
+x  [N, 3] or [N]; float64.
+y  [N]; like x.
+)");
+
+void unequal(View<const double, 2>, View<double, 1>) {}
+const Kernel kUnequalCpu("unequal", unequal);
+
 // Two shapes of one rank. A size sets which one it is.
 const Contract kLeading(R"(
 leading(Tensor x) -> Tensor
@@ -458,12 +468,11 @@ const Kernel kNegatedCpu("negated", negated);
 // ---- numbers, small dtypes and products of sizes ------------------------------------------------
 
 const Contract kLimited(R"(
-limited(Tensor x, int k=2, int shift=0, float t=1.0, float most=2.0) -> Tensor
+limited(Tensor x, int shift=0, float t=1.0, float u=1.0) -> Tensor
 x      [N]; float64; N >= 2; N <= 5.
-k      1, 2 or 4.
 shift  -5 to 5.
-t      > 0.5 and < most.
-most   Text alone.
+t      > 0.5.
+u      < 2.
 y      [N]; like x.
 )");
 
@@ -479,7 +488,7 @@ m      0 to 10^18.
 table  [n*m]; like x.
 )");
 
-void limited(View<const double, 1> x, int64_t, int64_t, double, double, View<double, 1> y) {
+void limited(View<const double, 1> x, int64_t, double, double, View<double, 1> y) {
   std::copy_n(x.data, x.shape[0], y.data);
 }
 

@@ -227,11 +227,6 @@ MISTAKES = {
         '"double", doubled<float>',
         "a kernel of wrong::double, which no contract names",
     ),
-    "a number type without a kernel": (
-        "doubled<float>, ",
-        "",
-        "no kernel of doubled for x float32",
-    ),
     "two kernels of the same types": (
         "doubled<float>, ",
         "doubled<float>, doubled<float>, ",

@@ -37,8 +37,6 @@ y  [N]; like x.
 z  [N]; like x.
 linear  """
 
-TERMS = " + ".join(f"n{i}" for i in range(12))
-NUMBERS = {"n": ", ".join(f"int n{i}" for i in range(12)), **{f"n{i}": ">= 0." for i in range(12)}}
 OPTIONAL = {
     f"an optional {kind} with a clause": (
         f"composition f\nf(Tensor x, {kind}? k) -> Tensor\nx  [N]; float64.\nk  {clause}.",
@@ -51,10 +49,8 @@ COPY = "f(Tensor x) -> Tensor\nx  [N]; float64.\ny  [N]; like x."
 # Contracts that are right.
 RIGHT = {
     "a negative range": contract(n="int k", k="-5 to 5."),
-    "an open interval": contract(n="int k", k="> 0 and < 10."),
-    "a list of numbers": contract(n="int k", k="1, 2 or 3."),
-    "a decimal bound of a float": contract(n="float t", t="> 0.5 and <= 2."),
-    "a bound by another argument": contract(n="float a, float b", a=">= 0.", b="> a."),
+    "a decimal bound of a float": contract(n="float t", t="> 0.5."),
+    "a small bound": contract(n="float t", t="> 1.5e-3."),
     "a power": contract(n="int k", k="0 to 10^6."),
     "strings with commas, full stops and semicolons": contract(
         n="str s", s='"a, b", "c; d" or "e. f". Text.'
@@ -78,31 +74,14 @@ RIGHT = {
         "f_backward(Tensor grad_y, Tensor x) -> Tensor x", x="[N]; float64.", y="[N]; like x."
     ),
     "terms in any order": LINEAR + "z(w, x) + y(x)",
-    "shapes of many products": contract(
-        f"[{TERMS}, {TERMS}, {TERMS}] or [{TERMS}, {TERMS}, {TERMS}, 1]; float64.", **NUMBERS
-    ).replace("y  [N]", "y  [n0]"),
-    "a shape with a number before one without it": tensors(
-        "f(Tensor x, Tensor z) -> Tensor",
-        x="[N, K]; float64.",
-        z="[N*K, 1] or [N, K]; like x.",
-        y="[N]; like x.",
-    ),
     "optional numbers of a composition": "composition f\n"
     "f(Tensor x, int? a, str? b) -> Tensor\nx  [N]; float64.\na  Text.\nb  Text.",
-    "a small bound": contract(n="float t", t="> 1e-3 and <= 1.5e+2."),
-    "two bounds of one number": contract(n="int k", k=">= 3 and <= 3."),
-    "a range of two adjacent integers": contract(n="int k", k="> 2^62 and < 4611686018427387906."),
-    "a lower limit of a difference of sizes": contract("[N, M]; float64; N - M < 0."),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
 }
 
 # Contracts that are wrong, and what their errors say.
 WRONG = OPTIONAL | {
     # silently misread before
-    "a list of numbers for a float": (
-        contract(n="float t", t="1, 2 or 3."),
-        "a list of numbers is for an int",
-    ),
     "entries at dimensions of any shape": (
         tensors(
             "f(Tensor x, Tensor e) -> Tensor y",
@@ -153,33 +132,17 @@ WRONG = OPTIONAL | {
     ),
     "two powers": (
         contract(n="int k", k="0 to 2^3^4."),
-        "expected one power, got `^` in `0 to 2^3^4`",
+        "got `^` in `0 to 2^3^4`",
     ),
-    "an empty range": (contract(n="int k", k="5 to 2."), "the lower one first in `5 to 2`"),
+    "an empty range": (contract(n="int k", k="5 to 2."), "expected the lower number first in `5 to 2`"),
     "a decimal bound of an integer": (
         contract(n="int k", k="> 0.5."),
         "expected integers, got 0.5",
     ),
-    "a power of a word": (contract(n="int k", k="0 to five."), "expected two numbers"),
-    "a default outside the bounds": (
-        contract(n="int k=7", k="0 to 5."),
-        "refuses its own default 7",
-    ),
-    "a default that is no choice": (
-        contract(n='str s="c"', s='"a" or "b".'),
-        "refuses its own default",
-    ),
-    "a default of a float outside the bounds": (
-        contract(n="float t=-1.0", t="> 0."),
-        "refuses its own default -1.0",
-    ),
-    "a default of a float at an open bound": (
-        contract(n="float t=1", t="> 0 and < 1."),
-        "refuses its own default 1",
-    ),
+    "a power of a word": (contract(n="int k", k="0 to five."), "expected a number, got `five`"),
     "a value where absent": (
         contract(n="int k", k="0 to 5; 1 where absent."),
-        "expected `to`, or another number, got `where`",
+        "expected `to`, got `where`",
     ),
     "entries that are 0 where absent": (
         tensors(
@@ -190,40 +153,19 @@ WRONG = OPTIONAL | {
         ),
         "got `where` in `0 where absent`",
     ),
-    "bounds between which no integer lies": (
-        contract(n="int k", k="> 3 and < 4."),
-        "no number lies between the bounds 3 and 4",
-    ),
-    "bounds between which no float lies": (
-        contract(n="float t", t="> 0.5 and <= 0.5."),
-        "no number lies between the bounds 0.5 and 0.5",
-    ),
-    "limits between which no size lies": (
-        contract("[N]; float64; N >= 5; N < 5."),
-        "no number lies between the bounds 5 and 5",
-    ),
-    "a limit below 0": (
-        contract("[N]; float64; N < 0."),
-        "no number lies between the bounds 0 and 0",
-    ),
     "an exponent without digits": (
         contract(n="float t", t="> 1e-."),
-        "expected an exponent such as e-3",
+        "got `e` in `> 1e-`",
     ),
     "a float that is too large": (contract(n="float t", t="< 1e999."), "a number is too large"),
     "a power of ten in the form of floats for an integer": (
         contract(n="int k", k="0 to 1e6."),
         "expected integers, got 1e6",
     ),
-    "a bound by an unknown argument": (contract(n="float b", b="> a."), "f has no number `a`"),
-    "a bound by a number of another type": (
-        contract(n="int a, float b", a=">= 0.", b="> a."),
-        "a number of another type",
-    ),
     # what a line cannot mean
     "one of some strings": (
         contract(n="str s", s='one of "a" or "b".'),
-        'legal: [N, 3] | 0 to 2^40 | > 0 | 1, 2 or 3 | "a" or "b"',
+        'legal: [N, 3] | 0 to 2^40 | > 0 | "a" or "b"',
     ),
     "one of some numbers": (
         contract(n="int k", k="one of 1, 2 or 3."),
@@ -250,7 +192,7 @@ WRONG = OPTIONAL | {
     ),
     "a limit the wrong way round": (
         contract("[N]; float64; 1 <= N."),
-        "expected sizes and then an integer, as in N >= 1",
+        "expected a number, got `N` in `1 <= N`",
     ),
     "entries from 1": (
         contract("[N]; int64; entries 1 <= j < N at row."),
@@ -306,13 +248,13 @@ WRONG = OPTIONAL | {
     "a list for a number": (contract(n="int k", k="(h, w)."), "got `(` in `(h, w)`"),
     "a number that a name follows": (
         contract("[N]; float64; N < 2^40N."),
-        "expected a space behind a number",
+        "got `N` in `N < 2^40N`",
     ),
     "a decimal point without digits": (
         contract(n="float t", t="> 0. and < 1."),
         "text begins with a capital letter, got `and < 1.`",
     ),
-    "a single number": (contract(n="int k", k="5."), "expected `to`, or another number"),
+    "a single number": (contract(n="int k", k="5."), "expected `to`"),
     "a formula for text": (contract(n="int k", k="N > 0."), "text that is no formula"),
     "a limit with a unit": (
         contract("[N]; float64; N < 5 rows."),
@@ -502,25 +444,11 @@ WRONG = OPTIONAL | {
         tensors("f(Tensor x, int n) -> Tensor", x="[n]; float64.", n="Text.", y="[n]; like x."),
         "a size has a lower limit",
     ),
-    "another shape of fewer numbers": (
-        contract("[N, 3] or [N]; float64."),
-        "must have as many elements as the first",
-    ),
     "another shape of another size": (contract("[N, 3] or [M]; float64."), "lacks N"),
-    "a shape without a number before one with a number": (
-        tensors(
-            "f(Tensor x, Tensor z) -> Tensor",
-            x="[N, K]; float64.",
-            z="[N, K] or [N*K, 1]; like x.",
-            y="[N]; like x.",
-        ),
-        "cannot be told apart",
-    ),
     "more than 8 dimensions": (
         contract("[N] or [N, 1, 1, 1, 1, 1, 1, 1, 1]; float64."),
         "more than 8 dimensions",
     ),
-    "two shapes of one rank": (contract("[N, M] or [M, N]; float64."), "cannot be told apart"),
     "a result of two shapes": (
         tensors("f(Tensor x) -> Tensor", x="[N]; float64.", y="[N] or [N, 1]; like x."),
         "a result has one shape",
@@ -703,21 +631,6 @@ WRONG_KERNELS = {
     "a position without entries": (kernel("position"), "no argument has entries"),
     "a type that the contract excludes": (kernel("copy_int"), "expected one of its dtypes for the Tensor `x`, got int64"),
     "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected float32, the dtype of x, for the result `y`, got float64"),
-    "a type without a kernel": (kernel("copy", COPY.replace("float64", "float32 or float64")), "no kernel of f for x float32"),
-    "too many combinations of dtypes": (
-        kernel(
-            "copy",
-            tensors(
-                f"f({', '.join(f'Tensor x{i}' for i in range(20))}) -> Tensor y\ng(Tensor x) -> Tensor y",
-                x="[N]; float64.",
-                y="[N]; float64.",
-                **{f"x{i}": "[N]; float16, bfloat16, float32 or float64." for i in range(20)},
-            ),
-            op="g",
-            more="composition f\n",
-        ),
-        "too many combinations of dtypes",
-    ),
     "an operator without a kernel": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x) -> Tensor z", x="[N]; float64.", y="[N]; like x.", z="[N]; like x.")), "no kernel of g"),
     "an argument that the other kernels lack": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x, int k) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "the kernels of f do not use `k`"),
     "an argument that the other kernels need": (kernel("with_int", tensors("f(Tensor x, int k) -> Tensor y\ng(Tensor x) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "so it must have a default there"),

@@ -13,8 +13,6 @@ namespace calcops {
 namespace contract {
 
 constexpr size_t kMostResults = 6;
-// Of the dtypes of an operator's tensors. More would take long to check.
-constexpr size_t kMostCombinations = 4096;
 
 // What the contract says about one operator.
 struct Signature {
@@ -179,53 +177,9 @@ class Prover {
     if (line.made_on_cuda && !argument.optional) fail(line, "it is never absent");
     if (line.any_shape && !line.entries.positions.empty())
       fail(line, "`at` names the dimensions of entries, and [...] has any number of them");
-    if (argument.kind == Kind::kFloat && !line.numbers.empty())
-      fail(line, "a list of numbers is for an int, and `" + line.name + "` is a float");
     for (const Bound& bound : line.bounds)
       if (argument.kind == Kind::kInt && !bound.whole)
         fail(line, "expected integers, got " + bound.text);
-    for (const Bound& bound : line.bounds) check_possible(line, bound, line.bounds, argument.kind);
-    for (const Limit& limit : line.limits) {
-      std::vector<Bound> bounds;
-      for (const Limit& other : line.limits)
-        if (other.sum == limit.sum) bounds.push_back(other.bound);
-      if (bare(limit.sum) >= 0) bounds.emplace_back().text = "0";  // No size is negative.
-      check_possible(line, limit.bound, bounds, Kind::kInt);
-    }
-    if (argument.has_default && !allows(line, argument))
-      fail(line, "refuses its own default " + argument.fallback);
-  }
-
-  // Raise an error if no number is below an upper bound and above one of `bounds`.
-  static void check_possible(const Line& line, const Bound& upper, const std::vector<Bound>& bounds,
-                             Kind kind) {
-    const auto is_upper = [](const Bound& bound) {
-      return bound.compare == Compare::kLess || bound.compare == Compare::kAtMost;
-    };
-    for (const Bound& lower : bounds) {
-      if (upper.named || lower.named || !is_upper(upper) || is_upper(lower)) continue;
-      const uint64_t open = (upper.compare == Compare::kLess) + (lower.compare == Compare::kMore);
-      const bool is_empty = kind == Kind::kInt
-                                ? upper.integer < lower.integer ||
-                                      uint64_t(upper.integer) - uint64_t(lower.integer) < open
-                                : upper.real < lower.real || (open && upper.real == lower.real);
-      if (is_empty)
-        fail(line, "no number lies between the bounds " + lower.text + " and " + upper.text);
-    }
-  }
-
-  // Return whether a line allows an argument's default.
-  static bool allows(const Line& line, const Argument& argument) {
-    const std::string& written = argument.fallback;
-    if (argument.kind == Kind::kString && !line.choices.empty())
-      return written.size() > 1 && std::count(line.choices.begin(), line.choices.end(),
-                                              written.substr(1, written.size() - 2)) > 0;
-    if (argument.kind != Kind::kInt && argument.kind != Kind::kFloat) return true;
-    const double number = number_in(written);
-    for (const Bound& bound : line.bounds)
-      if (!bound.named && !meets(bound.compare, number, bound.real)) return false;
-    return line.numbers.empty() ||
-           std::count(line.numbers.begin(), line.numbers.end(), int64_t(number)) > 0;
   }
 
   void read_operator(const Schema& schema, const std::vector<std::string>& composed) {
@@ -356,50 +310,6 @@ class Prover {
     return known;
   }
 
-  // Return the number of elements of a shape, modulo 2^64, where each size has the value in
-  // `values`.
-  static uint64_t elements(const Shape& shape, const std::vector<uint64_t>& values) {
-    uint64_t count = 1;
-    for (const Sum& dim : shape) count *= value_of(dim, values);
-    return count;
-  }
-
-  static uint64_t value_of(const Sum& sum, const std::vector<uint64_t>& values) {
-    uint64_t total = 0;
-    for (const Product& product : sum) {
-      uint64_t term = uint64_t(product.factor);
-      for (const int size : product.sizes) term *= values[size];
-      total += term;
-    }
-    return total;
-  }
-
-  // Raise an error unless all shapes of a tensor have as many elements as the first, and a call can
-  // select one of them by its rank or by a dimension that is a number. Two numbers of elements are
-  // the same polynomial if they agree where the sizes have random values.
-  void check_alternatives(const Line& line) const {
-    std::vector<uint64_t> values;
-    uint64_t random = 1;
-    for (size_t i = 0; i < text_.sizes.size(); ++i) {
-      random = random * 6364136223846793005u + 1442695040888963407u;  // of Knuth's MMIX
-      values.push_back(random >> 20 | 1);
-    }
-    if (line.whole >= 0) values[line.whole] = value_of(line.parts, values);
-    for (size_t k = 1; k < line.shapes.size(); ++k) {
-      const Shape& shape = line.shapes[k];
-      if (elements(shape, values) != elements(line.shapes[0], values))
-        fail(line, "each of " + line.shape_text + " must have as many elements as the first");
-      // A call takes the first shape whose rank and numbers fit.
-      for (size_t j = 0; j < k; ++j) {
-        const Shape& earlier = line.shapes[j];
-        bool differs = earlier.size() != shape.size();
-        for (size_t d = 0; d < shape.size() && !differs; ++d)
-          differs = !sizes_of(earlier[d]) && !(earlier[d] == shape[d]);
-        if (!differs) fail(line, "two shapes of " + line.shape_text + " cannot be told apart");
-      }
-    }
-  }
-
   // Prove that a call sets each size before it uses it, and sort the lines into the order of a
   // call.
   void check_sizes(Signature& op) {
@@ -414,11 +324,9 @@ class Prover {
       }
       if (size >= 0 && (kind == Kind::kFloat || kind == Kind::kBool || kind == Kind::kString))
         fail(line, "it is no integer, and a shape names it");
-      const bool is_checked = !line.bounds.empty() || !line.numbers.empty();
-      if ((kind == Kind::kInt || kind == Kind::kFloat) && is_checked) op.numbers.push_back(int(i));
+      if ((kind == Kind::kInt || kind == Kind::kFloat) && !line.bounds.empty())
+        op.numbers.push_back(int(i));
       if (kind == Kind::kString && !line.choices.empty()) op.strings.push_back(int(i));
-      for (Bound& bound : text_.lines[i].bounds)
-        if (bound.named && op.has(int(i))) check_named_bound(op, line, bound);
     }
     // The sizes of tensors that are always given are set first, those of optional ones then.
     for (const bool optional : {false, true})
@@ -453,25 +361,10 @@ class Prover {
   }
 
   static bool is_never_negative(const Line& line) {
-    for (const Bound& bound : line.bounds)
-      if (!bound.named && ((bound.compare == Compare::kAtLeast && bound.integer >= 0) ||
-                           (bound.compare == Compare::kMore && bound.integer >= -1)))
-        return true;
-    return !line.numbers.empty() &&
-           *std::min_element(line.numbers.begin(), line.numbers.end()) >= 0;
-  }
-
-  void check_named_bound(const Signature& op, const Line& line, Bound& bound) const {
-    const int other = bound.other = text_.line(bound.text);
-    const Kind kind = other >= 0 && op.has(other) ? op.at_line(other).kind : Kind::kOther;
-    if (kind != Kind::kInt && kind != Kind::kFloat)
-      fail(line, op.schema.name + " has no number `" + bound.text + "`");
-    const Argument& argument = op.at_line(text_.line(line.name));
-    if (kind != argument.kind) fail(line, "`" + bound.text + "` is a number of another type");
-    const Argument& limit = op.at_line(other);
-    if (argument.has_default && limit.has_default &&
-        !meets(bound.compare, number_in(argument.fallback), number_in(limit.fallback)))
-      fail(line, "refuses its own default " + argument.fallback);
+    return std::any_of(line.bounds.begin(), line.bounds.end(), [](const Bound& bound) {
+      return (bound.compare == Compare::kAtLeast && bound.integer >= 0) ||
+             (bound.compare == Compare::kMore && bound.integer >= -1);
+    });
   }
 
   // Check the shapes of a tensor. Return the sizes that are known behind it.
@@ -484,7 +377,6 @@ class Prover {
         fail(line, "a shape of " + line.shape_text + " lacks " + names(lacks));
       common &= after;
     }
-    check_alternatives(line);
     return common;
   }
 
@@ -829,45 +721,6 @@ inline void check_owner(const Text& text, const Signature& op,
                                      " uses the kernels of " + owner->schema.name +
                                      " and lacks it, so it must have a default there");
   }
-}
-
-// Prove that each combination of number types that the contract allows has a CPU kernel. `types`
-// are those of the groups before `from`; the function calls itself for each type of the next one.
-inline void check_types(const Text& text, const Signature& op,
-                        const std::vector<const Binding*>& kernels, std::map<int, Type> types = {},
-                        size_t from = 0) {
-  if (from == 0) {
-    size_t combinations = 1;
-    for (const Line& line : text.lines)
-      if ((combinations *= std::max<size_t>(line.types.size(), 1)) > kMostCombinations)
-        throw Mistake(line.number, "`" + line.name + "`: too many combinations of dtypes");
-  }
-  for (size_t i = from; i < text.lines.size(); ++i) {
-    const Line& line = text.lines[i];
-    bool is_used = false;
-    for (const int tensor : op.tensors) is_used |= text.lines[tensor].group == int(i);
-    if (!is_used || line.read_as != Type::kNone) continue;
-    for (const Type type : line.types) {
-      types[int(i)] = type;
-      check_types(text, op, kernels, types, i + 1);
-    }
-    return;
-  }
-  for (const Binding* kernel : kernels) {
-    bool fits = !kernel->is_cuda;
-    for (const auto& [group, type] : kernel->types) {
-      const auto wanted = types.find(group);
-      if (wanted == types.end() || wanted->second == type) continue;
-      fits &= type == Type::kFloat32 &&
-              (wanted->second == Type::kFloat16 || wanted->second == Type::kBFloat16);
-    }
-    if (fits) return;
-  }
-  std::string which;
-  for (const auto& [line, type] : types)
-    if (text.lines[line].types.size() > 1)
-      which += (which.empty() ? " for " : ", ") + text.lines[line].name + ' ' + name_of(type);
-  throw Mistake(op.schema.number, "no kernel of " + op.schema.name + which);
 }
 
 }  // namespace contract

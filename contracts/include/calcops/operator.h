@@ -364,6 +364,7 @@ class Value {
   // cannot.
   bool is_readable() const;
   int64_t item() const;  // a tensor's only element, a number, or a flag as 0 or 1
+  double real() const;   // a float
   Value shape() const;
   Value size(int dimension) const;
   Value dtype() const;
