@@ -103,7 +103,6 @@ struct Checked {
     for (const int i : op.numbers) check_number(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.tensors) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.strings) check_choice(text.lines[i], stack[op.argument[i]]);
-    if (op.is_backward) check_factors();
     for (const int i : op.tensors)
       for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
     if (!op.check) return;
@@ -321,23 +320,6 @@ struct Checked {
     return meets(limit.bound.compare, value(limit.sum), Int(limit.bound.integer));
   }
 
-  // Refuse a tensor that is absent but needed: for its own gradient, or as a factor of a result
-  // that has an upstream gradient.
-  void check_factors() const {
-    const contract::Linear& linear = op.family->linear;
-    const size_t terms = op.is_linear ? linear.terms.size() : 0;
-    for (size_t i = 0; i < op.result_lines.size(); ++i) {
-      const int line = op.result_lines[i];
-      if (!op.has(line) || tensors[line]->defined()) continue;
-      bool is_needed = op.is_wanted(stack, i);
-      for (size_t t = 0; t < terms; ++t)
-        is_needed |=
-            (linear.terms[t] >> (terms + i) & 1) && tensors[linear.upstreams[t]]->defined();
-      if (is_needed)
-        refuse(text.lines[line].name, "where it or a result of it has a gradient", "none");
-    }
-  }
-
   // ---- results ----------------------------------------------------------------------------------
 
   // Allocate the results. Those that are not wanted stay undefined.
@@ -355,6 +337,7 @@ struct Checked {
     const int index = op.result_lines[i];
     const Line& line = text.lines[index];
     if (op.has(index)) {
+      if (!tensors[index]->defined()) refuse(line.name, "where its gradient is wanted", "none");
       for (const Int& size : sizes_in(*tensors[index], Int())) shape.push_back(size);
       return shape;
     }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "autograd.h"
+#include "calcops/contract_proofs.h"
 
 namespace calcops {
 namespace {
@@ -82,21 +83,13 @@ struct Operator : contract::Signature {
   int count = 0;  // of arguments
   Value (*composition)(const Value*) = nullptr;
   void (*check)(const Value*, Value*) = nullptr;
-  std::unique_ptr<Derivatives> formulas{};
+  std::unique_ptr<Derivatives> derivatives{};  // nullptr: it has none
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
 
-  // Return whether a call computes a result. A gradient is computed if output_mask selects it, or
-  // without output_mask if its argument is given. Another result is computed if all of its factors
-  // are given.
+  // Return whether a call computes a result: output_mask may leave it out.
   bool is_wanted(const IValue* arguments, size_t result) const {
-    if (mask >= 0) return arguments[mask].toBoolList()[result];
-    if (const int line = result_lines[result]; has(line))
-      return tensor_or_none(arguments[argument[line]]).defined();
-    if (result < needs.size())
-      for (const int line : needs[result])
-        if (!tensor_or_none(arguments[argument[line]]).defined()) return false;
-    return true;
+    return mask < 0 || arguments[mask].toBoolList()[result];
   }
 };
 
@@ -107,8 +100,6 @@ struct Family {
   int line = 0;                        // of the contract in the file
   const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
-  contract::Linear linear;
-  std::unique_ptr<Multilinear> derivatives;  // those of `linear`
 };
 
 std::deque<Family>& families() {

@@ -117,12 +117,10 @@ void table_jvp(const Value* arguments, const Value* tangents, Value* results) {
       [&](const Directions& w) { return sums.table_gradient(arguments[0], w); }, results[0]);
 }
 
-const Derivative kDerivatives[] = {
-    {"density", vjp<false>, jvp<false>, nullptr, Derivative::kNone},
-    {"_density_along", vjp<true>, jvp<true>, nullptr, Derivative::kNone},
-    {"_density_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
-const Derivative kTableDerivatives[] = {
-    {"_density_table_backward", table_vjp, table_jvp, nullptr, Derivative::kNone}};
+const Derivative kDerivatives[] = {{"density", vjp<false>, jvp<false>},
+                                   {"_density_along", vjp<true>, jvp<true>},
+                                   {"_density_backward", backward_vjp, backward_jvp}};
+const Derivative kTableDerivatives[] = {{"_density_table_backward", table_vjp, table_jvp}};
 
 // `first` is the position of d.
 template <int first>
@@ -141,7 +139,7 @@ const Check kTableChecks[] = {{"_density_table_backward", check_harmonics<1>}};
 // ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
-density(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics) -> Tensor
+density(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics) -> Tensor result
   Sums over neighbours of tabulated functions of the distance times spherical harmonics.
 
   These are the projections of the density of neighbours with which NEP, ACE and SNAP describe an
@@ -170,7 +168,7 @@ density(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics) -> T
   GPU.
 
 _density_along(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics,
-               Tensor? directions=None) -> Tensor
+               Tensor? directions=None) -> Tensor result
   The D-th derivative of the sums along D directions. Each slot has directions of its own.
 
 _density_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor table, Tensor grid,
@@ -188,6 +186,7 @@ grid         [kinds, 2]; float32 or float64 read as float64; constant. First and
 harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 directions   [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result       [harmonics, n, F]; like d.
+grad_result  [harmonics, n, F]; like d.
 vmap         joins n
 )",
                          kDerivatives, kChecks);
@@ -204,7 +203,7 @@ table        [kinds, B, F]; like d; B >= 6.
 grid         [kinds, 2]; float32 or float64 read as float64; constant.
 harmonics    1 to 25.
 directions   [n, K, D, 3]; like d; D < 4.
-result       [harmonics, n, F]; like d.
+grad_result  [harmonics, n, F]; like d.
 )",
                               kTableDerivatives, kTableChecks);
 

@@ -101,7 +101,7 @@ const Check kChecksOfDerivatives[] = {{"_warp_perspective_backward", check_backw
 const Contract kContract(R"(
 warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolation="linear",
                  str border_mode="constant", float[1]? border_value=None, bool inverse_map=False,
-                 Tensor? destination=None) -> Tensor
+                 Tensor? destination=None) -> Tensor result
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
   The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
@@ -178,6 +178,7 @@ border_value   As for calcops::warp_perspective.
 inverse_map    As for calcops::warp_perspective.
 tangent        [...]; like warp. Direction in which warp moves.
 result         [...]; like image.
+grad_result    [...]; like image.
 matrices       [N, 3, 3]; float64. The matrices of the cells.
 cells          [...]; float64. Of shape [N, 7 + 2*taps, height*width].
 scale          [N, 1, 1]; float64.

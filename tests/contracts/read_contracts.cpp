@@ -74,17 +74,9 @@ void read(std::istringstream& text) {
   }
   const contract::Proved proved =
       contract::Prover(contract::Reader(contract).read(), composed).proved();
-  std::map<std::string, std::vector<contract::Binding>> bindings;
-  std::vector<const contract::Signature*> owners;
   for (const contract::Signature& op : proved.operators)
     for (const auto& [name, kernel] : kernels)
-      if (op.schema.name == name)
-        bindings[name].push_back(contract::bind(proved.text, op, kKernels.at(kernel)));
-  if (kernels.empty()) return;
-  for (const contract::Signature& op : proved.operators)
-    if (bindings.count(op.schema.name)) owners.push_back(&op);
-  for (const contract::Signature& op : proved.operators)
-    if (!op.is_composition) contract::check_owner(proved.text, op, owners);
+      if (op.schema.name == name) contract::bind(proved.text, op, kKernels.at(kernel));
 }
 
 }  // namespace

@@ -21,30 +21,15 @@ struct Signature {
   std::vector<int> lines{};           // of each argument: its line; output_mask has -1
   std::vector<int> result_lines{};    // the gradient of an argument has the argument's line
   int mask = -1;                      // the position of output_mask, or -1
-  bool is_backward = false;
   bool is_composition = false;
-  bool is_linear = false;  // it has the derivatives of the line `linear`
   // The lines of arguments, in the order in which a call checks them.
   std::vector<int> numbers{}, tensors{}, strings{};
-  std::vector<std::vector<int>> needs{};  // of each result: the lines of its factors
 
   const Argument& at_line(int line) const { return schema.arguments[argument[line]]; }
   bool has(int line) const { return argument[line] >= 0; }
   bool is_result(int line) const {
     return std::find(result_lines.begin(), result_lines.end(), line) != result_lines.end();
   }
-};
-
-// The line `linear`: a number L, which is a sum of terms, and two operators that compute its
-// gradients (runtime/autograd.h).
-struct Linear {
-  int forward = -1, backward = -1;  // their numbers among the operators
-  // The upstream gradients of the results of `forward`, then the inputs, whose gradients are the
-  // results of `backward`.
-  std::vector<std::string> factors;
-  std::vector<uint64_t> terms;  // of each result of `forward`: the factors of its term, a bit each
-  std::vector<int> upstreams;   // and the line of its upstream gradient
-  uint64_t optional = 0;        // the factors without which both operators can be called
 };
 
 // Where a kernel's parameter comes from.
@@ -68,7 +53,6 @@ inline int line_of(const Signature& op, const Source& source) {
 struct Proved {
   Text text;
   std::vector<Signature> operators;
-  Linear linear;
 };
 
 class Prover {
@@ -87,11 +71,10 @@ class Prover {
       check_sizes(op);
       check_origins(op);
     }
-    if (text_.linear_number) read_linear();
     if (text_.vmap_number) check_vmap();
   }
 
-  Proved proved() && { return {std::move(text_), std::move(ops_), std::move(linear_)}; }
+  Proved proved() && { return {std::move(text_), std::move(ops_)}; }
 
  private:
   [[noreturn]] static void fail(int number, const std::string& what) {
@@ -143,11 +126,6 @@ class Prover {
     }
   }
 
-  bool is_floating_line(int i) const {
-    const auto& types = text_.lines[text_.lines[i].group].types;
-    return std::all_of(types.begin(), types.end(), is_floating);
-  }
-
   bool may_be_integer(int i) const {
     const auto& types = text_.lines[text_.lines[i].group].types;
     return std::any_of(types.begin(), types.end(),
@@ -186,7 +164,6 @@ class Prover {
     Signature op{schema};
     const std::string& name = schema.name;
     op.is_composition = std::find(composed.begin(), composed.end(), name) != composed.end();
-    op.is_backward = name.size() > 9 && name.compare(name.size() - 9, 9, "_backward") == 0;
     op.argument.fill(-1);
     for (size_t i = 0; i < schema.arguments.size(); ++i) {
       const Argument& argument = schema.arguments[i];
@@ -200,7 +177,6 @@ class Prover {
           fail(op, "output_mask has one bool for each result");
         continue;
       }
-      if (op.is_backward && argument.name.compare(0, 5, "grad_") == 0) add_upstream(argument.name);
       const int line = text_.line(argument.name);
       if (line < 0) fail(op, "no line describes its argument `" + argument.name + "`");
       if (!op.is_composition && (argument.kind == Kind::kOther || argument.kind == Kind::kMask))
@@ -216,59 +192,20 @@ class Prover {
     ops_.push_back(std::move(op));
   }
 
-  // Add the line of an upstream gradient, grad_y, unless there is one. It has the shape and the
-  // dtype of y.
-  void add_upstream(const std::string& name) {
-    const int of = text_.line(name.substr(5));
-    if (text_.line(name) >= 0 || of < 0 || !text_.lines[of].is_tensor()) return;
-    if (text_.lines.size() == kMost) fail(text_.lines[of], "more than 24 lines with " + name);
-    const Line result = text_.lines[of];
-    Line& line = text_.lines.emplace_back();
-    line.name = name;
-    line.number = result.number;
-    line.shapes = result.shapes;
-    line.shape_text = result.shape_text;
-    line.any_shape = result.any_shape;
-    line.whole = result.whole;
-    line.parts = result.parts;
-    line.group = result.group;
-    line.read_as = result.read_as;
-    is_used_[of] = true;
-    is_used_.push_back(true);
-  }
-
-  // Find the line of each result. It is the line that the schema names. Without names, the results
-  // of an operator with upstream gradients are all factors of `linear`, in the order of its
-  // arguments. Those of another operator are all tensors that no operator has as an argument.
+  // Find the line of each result. One that is also an argument is the gradient for it.
   void read_results(Signature& op) {
-    std::vector<int> unnamed;
-    if (op.is_backward) {
-      for (const int line : op.lines)
-        if (line >= 0 && is_factor(text_.lines[line].name)) unnamed.push_back(line);
-    } else {
-      for (size_t i = 0; i < text_.lines.size(); ++i) {
-        bool is_result = text_.lines[i].is_tensor();
-        for (const Signature& other : ops_) is_result &= !other.has(int(i));
-        if (is_result) unnamed.push_back(int(i));
-      }
-    }
     const auto& results = op.schema.results;
     if (results.size() > kMostResults) fail(op, "more than 6 results");
-    for (size_t i = 0; i < results.size(); ++i) {
-      int line = text_.line(results[i].name);
+    for (const Argument& result : results) {
+      const int line = text_.line(result.name);
       if (op.is_composition && line < 0) continue;  // it makes its results itself
-      if (results[i].type != "Tensor")
-        fail(op, "kernels return no " + results[i].type + ", only Tensor");
-      if (line < 0 && !results[i].name.empty())
-        fail(op, "no line describes its result `" + results[i].name + "`");
-      if (line < 0 && results.size() != unnamed.size())
-        fail(op, std::to_string(unnamed.size()) + " lines for " + std::to_string(results.size()) +
-                     " unnamed results; name them, as in -> Tensor y");
-      if (line < 0) line = unnamed[i];
+      if (result.type != "Tensor") fail(op, "kernels return no " + result.type + ", only Tensor");
+      if (result.name.empty()) fail(op, "its results have names, as in -> Tensor y");
+      if (line < 0) fail(op, "no line describes its result `" + result.name + "`");
       const Line& described = text_.lines[line];
       if (!described.is_tensor()) fail(described, "expected the shape of a result, such as [N, 3]");
       if (op.is_result(line)) fail(op, "two results `" + described.name + "`");
-      if (!op.is_backward && op.has(line) && op.at_line(line).optional)
+      if (op.has(line) && op.at_line(line).optional && op.mask < 0)
         fail(described, "a result is always there, and this argument may be absent");
       if (!op.has(line) && described.shapes.size() > 1) fail(described, "a result has one shape");
       if (!op.is_composition && !op.has(line) &&
@@ -278,13 +215,6 @@ class Prover {
       op.result_lines.push_back(line);
       is_used_[line] = true;
     }
-  }
-
-  bool is_factor(const std::string& name) const {
-    for (const Term& term : text_.terms)
-      for (const std::string& factor : term.factors)
-        if (factor == name) return true;
-    return false;
   }
 
   // ---- sizes ------------------------------------------------------------------------------------
@@ -398,8 +328,6 @@ class Prover {
     return nullptr;
   }
 
-  int number_of(const Signature& op) const { return int(&op - ops_.data()); }
-
   void check_origins(const Signature& op) const {
     for (const int i : op.tensors) {
       const Line& line = text_.lines[i];
@@ -418,130 +346,7 @@ class Prover {
     }
   }
 
-  // ---- derivatives and vmap ---------------------------------------------------------------------
-
-  // Raise an error unless a call of `to`, which computes the derivatives of `from`, can be made
-  // from a call of `from`. That may lack an argument for which its kernels, those of `owner`, have
-  // the same default.
-  void check_call(const Signature& from, const Signature& to, const Signature& owner) const {
-    for (const Argument& argument : to.schema.arguments) {
-      bool is_ok = (argument.kind == Kind::kTensor && argument.optional) ||
-                   argument.kind == Kind::kMask || argument.name.compare(0, 5, "grad_") == 0;
-      for (const Argument& own : from.schema.arguments) {
-        if (own.name != argument.name) continue;
-        is_ok = true;
-        if (to.is_backward && own.optional && !argument.optional)
-          fail(from, "`" + own.name + "` may be absent, and its derivatives call " +
-                         to.schema.name + ", where it may not");
-      }
-      for (const Argument& own : owner.schema.arguments)
-        is_ok |= &owner != &from && own.name == argument.name && own.has_default &&
-                 own.fallback == argument.fallback;
-      if (!is_ok)
-        fail(from,
-             "its derivatives call " + to.schema.name + ", and it has no `" + argument.name + "`");
-    }
-  }
-
-  // Return the position of a factor of `linear`, or 63.
-  size_t factor_named(const std::string& name) const {
-    const auto known = std::find(linear_.factors.begin(), linear_.factors.end(), name);
-    return known == linear_.factors.end() ? 63 : size_t(known - linear_.factors.begin());
-  }
-
-  void read_linear() {
-    const auto fail_here = [&](const std::string& what) {
-      fail(text_.linear_number, "`linear`: " + what);
-    };
-    for (const Signature& op : ops_) {
-      if (!op.is_backward) continue;
-      if (linear_.backward >= 0) fail_here("two operators end in _backward");
-      linear_.backward = number_of(op);
-    }
-    if (linear_.backward < 0) fail_here("expected an operator whose name ends in _backward");
-    const Signature& backward = ops_[linear_.backward];
-    const std::string name = backward.schema.name.substr(0, backward.schema.name.size() - 9);
-    const Signature* found = find(name);
-    // The forward operator of _x_backward may be x.
-    if (!found && name[0] == '_') found = find(name.substr(1));
-    if (!found || found->is_composition)
-      fail_here("no operator " + name + " beside " + backward.schema.name);
-    const Signature& forward = *found;
-    linear_.forward = number_of(forward);
-
-    for (const int result : forward.result_lines)
-      linear_.factors.push_back("grad_" + text_.lines[result].name);
-    for (const int input : backward.result_lines)
-      linear_.factors.push_back(text_.lines[input].name);
-    linear_.terms.resize(forward.result_lines.size());
-    linear_.upstreams.resize(forward.result_lines.size());
-    uint64_t inputs = 0;
-    for (const Term& term : text_.terms) {
-      const size_t result = factor_named("grad_" + term.result);
-      if (result >= linear_.terms.size())
-        fail_here(forward.schema.name + " has no result `" + term.result + "`");
-      uint64_t& factors = linear_.terms[result];
-      if (factors)
-        fail_here("`" + term.result +
-                  "` has two terms. One operator computes one term; add the other one outside");
-      const int upstream = linear_.upstreams[result] = text_.line("grad_" + term.result);
-      if (upstream < 0 || !backward.has(upstream))
-        fail_here(backward.schema.name + " has no grad_" + term.result);
-      const bool may_be_absent = linear_.terms.size() > 1;
-      if (may_be_absent && !backward.at_line(upstream).optional)
-        fail_here("beside other results, `" + term.result +
-                  "` may have no gradient: Tensor? grad_" + term.result);
-      linear_.optional |= uint64_t(may_be_absent) << result;
-      factors = uint64_t(1) << result;
-      for (const std::string& name : term.factors) {
-        const int line = text_.line(name);
-        if (line < 0 || !forward.has(line) || !text_.lines[line].is_tensor())
-          fail_here("`" + name + "` is no tensor argument of " + forward.schema.name);
-        if (!is_floating_line(line)) fail_here("`" + name + "` may be of an integer dtype");
-        if (text_.lines[line].is_constant) fail_here("`" + name + "` is constant");
-        const uint64_t factor = uint64_t(1) << factor_named(name);
-        if (factor >> linear_.factors.size())
-          fail_here(backward.schema.name + " has no gradient for `" + name + "`");
-        if (factors & factor)
-          fail_here("`" + term.result + "` is not linear in `" + name + "`, which it has twice");
-        factors |= factor;
-        if (forward.at_line(line).optional && backward.at_line(line).optional)
-          linear_.optional |= factor;
-      }
-      inputs |= factors;
-    }
-    for (size_t f = 0; f < linear_.factors.size(); ++f)
-      if (!(inputs >> f & 1))
-        fail_here(f < linear_.terms.size()
-                      ? "the result `" + text_.lines[forward.result_lines[f]].name + "` has no term"
-                      : "no term has the factor `" + linear_.factors[f] + "`, for which " +
-                            backward.schema.name + " returns a gradient");
-    check_call(backward, forward, backward);
-    for (Signature& op : ops_) {
-      if (op.is_composition) continue;
-      if (&op == &backward) op.is_linear = true;
-      if (op.is_backward) continue;
-      size_t terms = 0;
-      for (const int result : op.result_lines) {
-        const auto at = std::find(forward.result_lines.begin(), forward.result_lines.end(), result);
-        if (at == forward.result_lines.end()) continue;
-        if (size_t(at - forward.result_lines.begin()) != terms++)
-          fail(op, "its results must begin as those of " + forward.schema.name);
-        op.needs.emplace_back();
-        for (size_t k = 0; k < backward.result_lines.size(); ++k) {
-          const int factor = backward.result_lines[k];
-          if (!(linear_.terms[terms - 1] >> (linear_.terms.size() + k) & 1)) continue;
-          op.needs.back().push_back(factor);
-          if (!op.has(factor))
-            fail(op, "it has no `" + text_.lines[factor].name + "`, a factor of its result");
-        }
-      }
-      if (terms == 0) continue;
-      if (terms != op.result_lines.size()) fail(op, "some of its results have no term in `linear`");
-      op.is_linear = true;
-      check_call(op, backward, forward);
-    }
-  }
+  // ---- vmap -------------------------------------------------------------------------------------
 
   // Return the dimension of a shape that vmap joins; -1: none.
   int joined_dimension(const Shape& shape) const {
@@ -594,7 +399,6 @@ class Prover {
 
   Text text_;
   std::vector<Signature> ops_;
-  Linear linear_;
   std::vector<bool> is_used_;
 };
 
@@ -687,40 +491,20 @@ inline Binding bind(const Text& text, const Signature& op, const KernelEntry& ke
   return binding;
 }
 
-// Return whether an operator without kernels may use those of another one: its results are the
-// first ones of that.
+// Return whether an operator without kernels can use those of another one: its results are the
+// first ones of that, and each of its arguments is one of that. That may have more, if these are
+// optional tensors or have defaults.
 inline bool may_use_kernels_of(const Signature& op, const Signature& other) {
-  return other.is_backward == op.is_backward && !op.result_lines.empty() &&
-         other.result_lines.size() >= op.result_lines.size() &&
-         std::equal(op.result_lines.begin(), op.result_lines.end(), other.result_lines.begin());
-}
-
-// Prove that an operator has kernels: its own, or those of one other. `owners` have some.
-inline void check_owner(const Text& text, const Signature& op,
-                        const std::vector<const Signature*>& owners) {
-  if (std::count(owners.begin(), owners.end(), &op)) return;
-  const Signature* owner = nullptr;
-  for (const Signature* other : owners) {
-    if (!may_use_kernels_of(op, *other)) continue;
-    if (owner)
-      throw Mistake(op.schema.number, "`" + op.schema.name +
-                                          "` has no kernels, and may use those of " +
-                                          owner->schema.name + " or " + other->schema.name);
-    owner = other;
+  if (op.result_lines.empty() || other.result_lines.size() < op.result_lines.size()) return false;
+  if (!std::equal(op.result_lines.begin(), op.result_lines.end(), other.result_lines.begin()))
+    return false;
+  for (int i = 0; i < int(op.argument.size()); ++i) {
+    if (op.has(i) && !other.has(i)) return false;
+    if (op.has(i) || !other.has(i)) continue;
+    const Argument& more = other.at_line(i);
+    if (!more.has_default && !(more.kind == Kind::kTensor && more.optional)) return false;
   }
-  if (!owner) throw Mistake(op.schema.number, "no kernel of " + op.schema.name);
-  for (size_t i = 0; i < text.lines.size(); ++i) {
-    const Line& line = text.lines[i];
-    const int n = int(i);
-    if (op.has(n) && !owner->has(n))
-      throw Mistake(op.schema.number, "`" + op.schema.name + "`: the kernels of " +
-                                          owner->schema.name + " do not use `" + line.name + "`");
-    if (op.has(n) || !owner->has(n) || owner->at_line(n).has_default) continue;
-    if (owner->at_line(n).kind != Kind::kTensor || !owner->at_line(n).optional)
-      throw Mistake(line.number, "`" + line.name + "`: " + op.schema.name +
-                                     " uses the kernels of " + owner->schema.name +
-                                     " and lacks it, so it must have a default there");
-  }
+  return true;
 }
 
 }  // namespace contract

@@ -134,19 +134,12 @@ struct Schema {
   std::vector<Argument> results;
 };
 
-// A term of the line `linear`, such as result(x, y).
-struct Term {
-  std::string result;
-  std::vector<std::string> factors;
-};
-
 struct Text {
   std::vector<Schema> schemas;
   std::vector<Line> lines;
   std::vector<std::string> sizes;
-  std::vector<Term> terms;
-  std::vector<std::string> joined;         // sizes along which vmap concatenates its items
-  int linear_number = 0, vmap_number = 0;  // of these lines; 0: there is none
+  std::vector<std::string> joined;  // sizes along which vmap concatenates its items
+  int vmap_number = 0;              // of this line; 0: there is none
 
   // Return the number of the line with a name, or -1.
   int line(const std::string& name) const {
@@ -543,7 +536,7 @@ class Reader {
     return result;
   }
 
-  // Read the line of an argument or a result, `linear` or `vmap`.
+  // Read the line of an argument or a result, or `vmap`.
   void read_entry() {
     const size_t begin = at_;
     const int number = line_number(at_);
@@ -559,13 +552,8 @@ class Reader {
     clause_ = at_;
     peek();
     clause_ = at_;
-    form_ = name == "linear" ? "y(x, w) + z(w)" : "joins N, M";
-    if (name == "linear") {
-      if (text_.linear_number) fail("a second line `linear`");
-      text_.linear_number = number;
-      do text_.terms.push_back(take_term());
-      while (accept("+"));
-    } else if (name == "vmap") {
+    form_ = "joins N, M";
+    if (name == "vmap") {
       if (text_.vmap_number) fail("a second line `vmap`");
       text_.vmap_number = number;
       require("joins");
@@ -604,15 +592,6 @@ class Reader {
     if (at_ < limit_ && std::string("<>=*^[]").find(source_[at_]) != std::string::npos)
       fail("expected a clause, or text that is no formula");
     at_ = limit_ + 1;
-  }
-
-  Term take_term() {
-    Term term{take_name("a result, as in y(x, w)"), {}};
-    require("(");
-    do term.factors.push_back(take_name("an argument"));
-    while (accept(","));
-    require(")");
-    return term;
   }
 
   // ---- clauses ----------------------------------------------------------------------------------
@@ -750,10 +729,12 @@ class Reader {
   // Read `from edge_order(edge_index, natoms), made where absent on CUDA`.
   void read_origin(Line& line) {
     const size_t begin = at_;
-    const Term term = take_term();
+    line.made_by = take_name("an operator");
+    require("(");
+    do line.made_of.push_back(take_name("an argument"));
+    while (accept(","));
+    require(")");
     line.made_text = " from " + joined(text_from(begin));
-    line.made_by = term.result;
-    line.made_of = term.factors;
     if (!accept(",")) return;
     for (const char* word : {"made", "where", "absent", "on", "CUDA"}) require(word);
     line.made_on_cuda = true;

@@ -3,7 +3,7 @@
 //   #include <calcops/operator.h>
 //
 //   const calcops::Contract contract(R"(
-//   weighted_sum(Tensor x, Tensor w) -> Tensor
+//   weighted_sum(Tensor x, Tensor w) -> Tensor sum
 //     Sum of each row, weighted.
 //   x    [N, K]; float32 or float64.
 //   w    [K]; like x.
@@ -419,6 +419,7 @@ struct Check {
 
 // The derivatives of an operator by formulas that call operators. These have derivatives too, so
 // the operator has derivatives to any order. A gradient or tangent that is left unset is zero.
+// Formulas also receive such zeros: is_none() is true for them, and +, -, * and / accept them.
 struct Derivative {
   const char* op;
   // Sets the gradients for the arguments from those for the results. A gradient for which
@@ -429,9 +430,6 @@ struct Derivative {
   void (*jvp)(const Value* arguments, const Value* tangents, Value* results) = nullptr;
   // The argument whose values no derivative needs, so that it may be changed in place afterwards.
   const char* unused = nullptr;
-  // What the formulas receive for an upstream gradient or a tangent that is zero: zeros, or a Value
-  // for which is_none() is true. An argument without a tangent, such as an integer, is always none.
-  enum { kZeros, kNone } absent = kZeros;
 };
 
 // ---- registration -------------------------------------------------------------------------------
