@@ -305,6 +305,7 @@ void add_contract(const ContractEntry& contract) {
 }
 
 void add_kernel(const KernelEntry& kernel) {
+  if (kernel.is_capturing) is_capturing = kernel.is_capturing;
   const std::string op = kernel.op;
   const bool is_qualified = op.find("::") != std::string::npos;
   kernels_waiting()[is_qualified ? op : std::string(kernel.name_space) + "::" + op].push_back(

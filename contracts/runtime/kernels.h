@@ -6,9 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/DeviceGuard.h>
-#include <dlfcn.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <list>
 
@@ -87,37 +85,6 @@ void check_entries(const Checked<int64_t>& call) {
     const int64_t count = c10::multiply_integers(positions_of(call, i));
     const Tensor positions = wrong.reshape({-1, count}).any(0).nonzero();
     if (positions.numel() > 0) refuse_entry(call, i, positions[0].item<int64_t>());
-  }
-}
-
-bool wants_checks() {
-  const char* wanted = std::getenv("CALCOPS_CHECK");
-  return wanted && std::strcmp(wanted, "1") == 0;
-}
-
-// Return an argument such as neighbor_index, computed by the operator that makes it.
-Tensor made_for(const Checked<int64_t>& call, const Line& line) {
-  const std::string op = call.op.family->name_space + "::" + line.made_by;
-  torch::jit::Stack stack;
-  for (const std::string& name : line.made_of)
-    stack.push_back(call.stack[call.op.argument[call.text.line(name)]]);
-  c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").callBoxed(&stack);
-  return stack[0].toTensor();
-}
-
-// Raise an error if an argument such as neighbor_index was made from other arguments.
-void check_made(const Checked<int64_t>& call) {
-  for (const int i : call.op.tensors) {
-    const Line& line = call.text.lines[i];
-    if (line.made_by.empty() || !call.tensors[i]->defined() || !wants_checks()) continue;
-    std::string sources;
-    for (size_t k = 0; k < line.made_of.size(); ++k) {
-      const bool is_last = k + 1 == line.made_of.size();
-      if (k > 0) sources += is_last ? " and " : ", ";
-      sources += line.made_of[k];
-    }
-    TORCH_CHECK(at::equal(*call.tensors[i], made_for(call, line)), call.op.name, ": expected `",
-                line.name, "` of this ", sources, ", got that of others");
   }
 }
 
@@ -287,35 +254,16 @@ void narrow_results(const Storage& storage) {
 
 void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   if (!kernel.entry.checks_entries) check_entries(call);
-  check_made(call);
   Storage storage;
   fill_slots(call, kernel, results, nullptr, storage);
   run_slots(call, kernel, storage);
   narrow_results(storage);
 }
 
-// Return the device's current cudaStream_t. It comes from PyTorch's C interface, because this unit
-// includes no CUDA headers, and PyTorch 2.10 lacks c10::Stream::native_handle().
-void* current_stream(c10::Device device) {
-  using Function = int32_t (*)(int32_t device_index, void** stream);
-  static const Function get = [] {
-    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    void* const symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    return reinterpret_cast<Function>(symbol);
-  }();
-  void* stream = nullptr;
-  TORCH_CHECK(get && get(device.index(), &stream) == 0, "calcops: no current CUDA stream");
-  return stream;
-}
-
 void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   const c10::DeviceGuard guard(call.first_tensor->device());
   void* stream = current_stream(call.first_tensor->device());
-  // While a CUDA graph is captured, the host cannot wait for the GPU.
-  if (wants_checks() && !(kernel.entry.is_capturing && kernel.entry.is_capturing(stream))) {
-    check_entries(call);
-    check_made(call);
-  }
+  if (wants_checks(*call.first_tensor)) check_entries(call);
   Storage storage;
   fill_slots(call, kernel, results, stream, storage);
   Workspace workspace{nullptr, 0};
@@ -370,17 +318,9 @@ void push_results(const Operator& op, Results& results, torch::jit::Stack* stack
 template <bool on_cuda>
 void run_on_device(const Operator& op, torch::jit::Stack* stack) {
   Results results;
-  const IValue* const first = stack->data() + stack->size() - op.count;
+  IValue* const first = stack->data() + stack->size() - op.count;
   try {
     Checked<int64_t> call(op, first);
-    std::list<Tensor> made;
-    if (on_cuda)
-      for (size_t i = 0; i < call.text.lines.size(); ++i) {
-        const Line& line = call.text.lines[i];
-        if (line.made_on_cuda && op.has(int(i)) && !call.tensors[i]->defined())
-          call.tensors[i] = &made.emplace_back(made_for(call, line));
-      }
-
     results = call.results();
     if (const BoundKernel* kernel = kernel_for(call, on_cuda)) {
       if (on_cuda)
@@ -405,7 +345,7 @@ void run_on_device(const Operator& op, torch::jit::Stack* stack) {
 // The kernel of the dispatch key Meta: allocates the results.
 void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
   Results results;
-  const IValue* const first = stack->data() + stack->size() - op.count;
+  IValue* const first = stack->data() + stack->size() - op.count;
   try {
     const Checked<SymInt> call(op, first);
     results = call.results();
@@ -419,7 +359,7 @@ void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
 
 // Checks the arguments of a composition and calls it.
 void run_composition(const Operator& op, torch::jit::Stack* stack) {
-  const IValue* const first = stack->data() + stack->size() - op.count;
+  IValue* const first = stack->data() + stack->size() - op.count;
   Value result;
   try {
     const Checked<SymInt> call(op, first);

@@ -82,7 +82,7 @@ struct Operator : contract::Signature {
   c10::FunctionSchema parsed;
   int count = 0;  // of arguments
   Value (*composition)(const Value*) = nullptr;
-  void (*check)(const Value*, Value*) = nullptr;
+  void (*check)(Value*, Value*) = nullptr;
   std::unique_ptr<Derivatives> derivatives{};  // nullptr: it has none
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
@@ -106,6 +106,9 @@ std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;
   return *all;
 }
+
+// Whether a CUDA graph is captured on a stream; nullptr without CUDA.
+bool (*is_capturing)(void* stream) = nullptr;
 
 // Kernels whose contract is not registered yet, by the operator's qualified name.
 std::map<std::string, std::vector<KernelEntry>>& kernels_waiting() {

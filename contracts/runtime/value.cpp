@@ -48,6 +48,12 @@ bool Value::is_readable() const {
                               c10::DispatchKey::Functionalize}));
 }
 
+bool Value::wants_checks() const {
+  return is_readable() && calcops::wants_checks(ivalue_of(*this).toTensor());
+}
+
+bool Value::is_cuda() const { return ivalue_of(*this).toTensor().is_cuda(); }
+
 int64_t Value::item() const {
   const IValue& value = ivalue_of(*this);
   if (value.isBool()) return value.toBool();

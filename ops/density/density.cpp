@@ -124,7 +124,7 @@ const Derivative kTableDerivatives[] = {{"_density_table_backward", table_vjp, t
 
 // `first` is the position of d.
 template <int first>
-void check_harmonics(const Value* arguments, Value*) {
+void check_harmonics(Value* arguments, Value*) {
   const Value& harmonics = arguments[first + kHarmonics];
   for (const int number : {1, 4, 9, 16, 25})
     if (harmonics.equals(number)) return;

@@ -95,29 +95,42 @@ const Derivative kDerivatives[] = {
 
 constexpr char kName[] = "calcops::edge_force_virial";
 
-// Without `batch` all atoms are in frame 0, which must exist. `first` is the position of
-// edge_index.
-template <int first>
-void check_frames(const Value* arguments, Value*) {
-  const Value &natoms = arguments[first + 3], &batch = arguments[first + 4];
-  const Value& nframes = arguments[first + 5];
+// The CUDA kernels need the order. With CALCOPS_CHECK=1, refuse the order of another graph.
+template <const EdgePlaces& op>
+void make_order(Value* arguments, Value*) {
+  const Value &edge_index = arguments[op.other[0]], &natoms = arguments[op.other[1]];
+  Value& order = arguments[op.other[4]];
+  if (order.is_none() && edge_index.is_cuda())
+    order = Value::call("edge_order", edge_index, natoms);
+  else if (!order.is_none() && order.wants_checks() &&
+           !Value::call("aten::equal", order, Value::call("edge_order", edge_index, natoms)).item())
+    refuse(kName, "edge_order", "of this edge_index and natoms", "that of others");
+}
+
+// Without `batch` all atoms are in frame 0, which must exist.
+template <const EdgePlaces& op>
+void check_frames(Value* arguments, Value* shapes) {
+  const Value &natoms = arguments[op.other[1]], &batch = arguments[op.other[2]];
+  const Value& nframes = arguments[op.other[3]];
   if (batch.is_none() && nframes.is_known(0) && !natoms.expect_equal(0))
     refuse(kName, "nframes", ">= 1 where `batch` is None", nframes);
+  make_order<op>(arguments, shapes);
 }
 
-void check_forces(const Value* arguments, Value* shapes) {
-  check_frames<0>(arguments, shapes);
+void check_all(Value* arguments, Value* shapes) {
   check_results(kName, "edge_vec", arguments[2], arguments[6]);
+  check_frames<kAll>(arguments, shapes);
 }
 
-void check_gradients(const Value* arguments, Value* shapes) {
-  check_frames<3>(arguments, shapes);
+void check_backward(Value* arguments, Value* shapes) {
   check_vectors(kName, "edge_vec", arguments[5], arguments);
+  check_frames<kBackward>(arguments, shapes);
 }
 
-const Check kChecks[] = {{"edge_force_virial", &check_frames<0>},
-                         {"_edge_force_virial", &check_forces},
-                         {"_edge_force_virial_backward", &check_gradients}};
+const Check kChecks[] = {{"edge_force", &make_order<kForce>},
+                         {"edge_force_virial", &check_frames<kForceVirial>},
+                         {"_edge_force_virial", &check_all},
+                         {"_edge_force_virial_backward", &check_backward}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
@@ -185,9 +198,8 @@ batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nfra
                frame of each atom, in any order. None: all atoms are in frame 0. torch.vmap joins
                its items to one call where batch is given, for example as zeros.
 nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
-edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
-               made where absent on CUDA.
-               None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
+edge_order     [natoms + 2E]; int32; E < 2^30.
+               The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
                With the edge_order of another graph, forces are wrong on CUDA. With
                CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
                calcops::edge_order.

@@ -84,7 +84,7 @@ const Derivative kDerivatives[] = {{"environment_spline", vjp<false>, jvp<false>
 
 // `first` is the position of d.
 template <int first>
-void check_cutoff(const Value* arguments, Value*) {
+void check_cutoff(Value* arguments, Value*) {
   const Value &rcut_smth = arguments[first + kRcutSmth], &rcut = arguments[first + kRcut];
   if (!(rcut.real() > rcut_smth.real())) refuse(kName, "rcut", "> `rcut_smth` =", rcut_smth, rcut);
 }

@@ -90,10 +90,32 @@ const Derivative kDerivatives[] = {derivative_of<Operators, kForce>("force"),
                                    derivative_of<Operators, kBackward>("_force_virial_backward")};
 
 constexpr char kName[] = "calcops::force_virial";
-const Check kChecks[] = {
-    {"_force_virial", [](const Value* a, Value*) { check_results(kName, "Rij", a[3], a[6]); }},
-    {"_force_virial_backward",
-     [](const Value* a, Value*) { check_vectors(kName, "Rij", a[6], a); }}};
+
+// With CALCOPS_CHECK=1, refuse the index of another list.
+template <const ListPlaces& op>
+void check_index(Value* arguments, Value*) {
+  const Value &list_neigh = arguments[op.other[0]], &nghost = arguments[op.other[1]];
+  const Value& index = arguments[op.other[3]];
+  if (index.is_none() || !index.wants_checks()) return;
+  const Value own = Value::call("neighbor_index", list_neigh, nghost);
+  if (!Value::call("aten::equal", index, own).item())
+    refuse(kName, "neighbor_index", "of this list_neigh and nghost", "that of others");
+}
+
+void check_all(Value* arguments, Value* shapes) {
+  check_results(kName, "Rij", arguments[3], arguments[6]);
+  check_index<kAll>(arguments, shapes);
+}
+
+void check_backward(Value* arguments, Value* shapes) {
+  check_vectors(kName, "Rij", arguments[6], arguments);
+  check_index<kBackward>(arguments, shapes);
+}
+
+const Check kChecks[] = {{"force", &check_index<kForce>},
+                         {"force_virial", &check_index<kForceVirial>},
+                         {"_force_virial", &check_all},
+                         {"_force_virial_backward", &check_backward}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
@@ -159,8 +181,8 @@ Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i 
              atom, 1/length.
 Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
-neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31;
-             from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for
+neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
+             The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a search for
              the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
              with and without it. With the index of another list, forces are wrong on CUDA. With
              CALCOPS_CHECK=1 it is an error on either device.

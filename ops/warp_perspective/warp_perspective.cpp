@@ -48,7 +48,7 @@ void check_shape(const char* name, const Value& x, const char* what, const Value
 }
 
 // (image, warp, dsize, interpolation, border_mode, border_value, inverse_map, destination)
-void check(const Value* arguments, Value* result_shapes) {
+void check(Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[0], arguments[1]);
   const Value& dsize = arguments[2];
   const bool is_empty = dsize.length() == 0;
@@ -66,7 +66,7 @@ void check(const Value* arguments, Value* result_shapes) {
 }
 
 // (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, output_mask)
-void check_backward(const Value* arguments, Value*) {
+void check_backward(Value* arguments, Value*) {
   const Dimensions dims(arguments[1], arguments[2]);
   const Value& grad = arguments[0];
   check_border(arguments[5], dims.C);
@@ -75,7 +75,7 @@ void check_backward(const Value* arguments, Value*) {
 }
 
 // (tangent, image, warp, dsize, interpolation, border_mode, border_value, inverse_map)
-void check_tangent(const Value* arguments, Value* result_shapes) {
+void check_tangent(Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[1], arguments[2]);
   check_shape("tangent", arguments[0], "of the shape of `warp`,", arguments[2].shape());
   check_border(arguments[6], dims.C);
@@ -84,7 +84,7 @@ void check_tangent(const Value* arguments, Value* result_shapes) {
 }
 
 // (matrices, size, dsize, taps, border_mode, inverse_map)
-void check_cells(const Value* arguments, Value* result_shapes) {
+void check_cells(Value* arguments, Value* result_shapes) {
   const Value& dsize = arguments[2];
   check_size("size", arguments[1]);
   check_size("dsize", dsize);

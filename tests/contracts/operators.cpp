@@ -192,7 +192,7 @@ const Derivative kScaledDerivatives[] = {
      }}};
 
 // The part has the size `size`, or that of the image.
-void check_scaled(const Value* arguments, Value* result_shapes) {
+void check_scaled(Value* arguments, Value* result_shapes) {
   const Value &image = arguments[0], &size = arguments[2];
   if (image.dim() < 2 || image.dim() > 3)
     calcops::refuse("contracts::scaled", "image", "of shape [C, H, W] or [H, W]", image.shape());
@@ -323,9 +323,9 @@ const Kernel kLeadingCpu("leading", leading);
 // ---- checks that set a wrong shape --------------------------------------------------------------
 
 const calcops::Check kWrongChecks[] = {
-    {"unset", [](const Value*, Value*) {}},
-    {"number", [](const Value*, Value* shapes) { shapes[0] = 5; }},
-    {"needless", [](const Value*, Value* shapes) { shapes[0] = Value::list(7); }}};
+    {"unset", [](Value*, Value*) {}},
+    {"number", [](Value*, Value* shapes) { shapes[0] = 5; }},
+    {"needless", [](Value*, Value* shapes) { shapes[0] = Value::list(7); }}};
 
 const Contract kWrong(R"(
 unset(Tensor x) -> Tensor any

@@ -267,7 +267,7 @@ MISTAKES = {
 }
 PARTS = """
 void vjp(const Value*, const Value*, Value*) {}
-void check(const Value*, Value*) {}
+void check(Value*, Value*) {}
 const Derivative derivatives[] = {{"halved", vjp}};
 const Derivative unused[] = {{"doubled", vjp, nullptr, "z"}};
 const Check checks[] = {{"doubled", check}, {"doubled", check}};

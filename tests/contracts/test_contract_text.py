@@ -272,35 +272,6 @@ WRONG = OPTIONAL | {
     "a duplicate schema": ("f(Tensor x) -> Tensor y\n" + COPY, "line 2: a second schema of f"),
     "a duplicate line": (COPY + "\nx  [N]; float64.", "a second line for x"),
     "two lines vmap": (COPY + "\nvmap  joins N\nvmap  joins N", "a second line `vmap`"),
-    "an unknown origin": (
-        tensors(
-            "f(Tensor x, Tensor? o) -> Tensor y",
-            x="[N]; float64.",
-            o="[N]; int32; from order(x).",
-            y="[N]; like x.",
-        ),
-        "no operator of this contract is named order",
-    ),
-    "an origin with other arguments": (
-        tensors(
-            "f(Tensor x, Tensor? o) -> Tensor y\norder(Tensor x, int k) -> Tensor p",
-            x="[N]; float64.",
-            k=">= 0.",
-            p="[N]; int32.",
-            o="[N]; int32; from order(x).",
-            y="[N]; like x.",
-        ),
-        "order must have exactly these arguments",
-    ),
-    "an origin of itself": (
-        tensors(
-            "f(Tensor x, Tensor? o) -> Tensor y\norder(Tensor x, Tensor? o) -> Tensor y",
-            x="[N]; float64.",
-            o="[N]; int32; from order(x, o).",
-            y="[N]; like x.",
-        ),
-        "must have exactly these arguments",
-    ),
     "no schema": ("x  [N]; float64.", "expected a schema"),
     "an indented line": ("  x  [N]; float64.", "at the line's beginning"),
     "more than 24 lines": (

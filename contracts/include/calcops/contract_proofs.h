@@ -67,10 +67,7 @@ class Prover {
       if (!is_used_[i])
         fail(text_.lines[i].number,
              "`" + text_.lines[i].name + "` is no argument and no result of an operator");
-    for (Signature& op : ops_) {
-      check_sizes(op);
-      check_origins(op);
-    }
+    for (Signature& op : ops_) check_sizes(op);
     if (text_.vmap_number) check_vmap();
   }
 
@@ -137,7 +134,7 @@ class Prover {
   // Raise an error if a line has a clause that does not apply to its argument, or lacks one.
   void check_clauses(const Signature& op, const Line& line, const Argument& argument) const {
     // Of each Kind.
-    static constexpr const char* kAllowed[] = {"shape dtype like entries limit from constant",
+    static constexpr const char* kAllowed[] = {"shape dtype like entries limit constant",
                                                "bounds",
                                                "bounds",
                                                "",
@@ -152,7 +149,6 @@ class Prover {
                        " the argument is a " + argument.type);
     if (argument.kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
       fail(line, "expected its shape, such as [N, 3]");
-    if (line.made_on_cuda && !argument.optional) fail(line, "it is never absent");
     if (line.any_shape && !line.entries.positions.empty())
       fail(line, "`at` names the dimensions of entries, and [...] has any number of them");
     for (const Bound& bound : line.bounds)
@@ -209,9 +205,8 @@ class Prover {
         fail(described, "a result is always there, and this argument may be absent");
       if (!op.has(line) && described.shapes.size() > 1) fail(described, "a result has one shape");
       if (!op.is_composition && !op.has(line) &&
-          (described.has_entries || !described.limits.empty() || described.is_constant ||
-           !described.made_by.empty()))
-        fail(described, "entries, limits, `constant` and `from` are for arguments");
+          (described.has_entries || !described.limits.empty() || described.is_constant))
+        fail(described, "entries, limits and `constant` are for arguments");
       op.result_lines.push_back(line);
       is_used_[line] = true;
     }
@@ -320,32 +315,6 @@ class Prover {
          "no argument that is always given has its dtype in " + op.schema.name);
   }
 
-  // ---- clauses that name operators --------------------------------------------------------------
-
-  const Signature* find(const std::string& name) const {
-    for (const Signature& op : ops_)
-      if (op.schema.name == name) return &op;
-    return nullptr;
-  }
-
-  void check_origins(const Signature& op) const {
-    for (const int i : op.tensors) {
-      const Line& line = text_.lines[i];
-      if (line.made_by.empty()) continue;
-      const Signature* const maker = find(line.made_by);
-      if (!maker) fail(line, "no operator of this contract is named " + line.made_by);
-      const auto& taken = maker->schema.arguments;
-      bool is_ok = taken.size() == line.made_of.size() && maker->schema.results.size() == 1;
-      for (size_t k = 0; k < taken.size() && is_ok; ++k) is_ok = taken[k].name == line.made_of[k];
-      if (!is_ok || maker->has(i))
-        fail(line, line.made_by + " must have exactly these arguments and one result");
-      for (const std::string& name : line.made_of) {
-        if (!op.has(text_.line(name))) fail(line, op.schema.name + " has no argument " + name);
-        if (!text_.lines[text_.line(name)].made_by.empty()) fail(line, name + " is itself made");
-      }
-    }
-  }
-
   // ---- vmap -------------------------------------------------------------------------------------
 
   // Return the dimension of a shape that vmap joins; -1: none.
@@ -369,9 +338,13 @@ class Prover {
     }
     for (size_t i = 0; i < text_.lines.size(); ++i) {
       const Line& line = text_.lines[i];
-      bool is_result = false;
-      for (const Signature& op : ops_) is_result |= !op.is_composition && op.is_result(int(i));
-      if (!line.is_tensor() || !line.made_by.empty()) continue;
+      bool is_result = false, may_be_absent = false;
+      for (const Signature& op : ops_) {
+        is_result |= !op.is_composition && op.is_result(int(i));
+        may_be_absent |= op.has(int(i)) && op.at_line(int(i)).optional;
+      }
+      // With an optional tensor that cannot be joined, a call is made for each item.
+      if (!line.is_tensor() || (may_be_absent && !is_result)) continue;
       const int d = line.any_shape ? -1 : joined_dimension(line.shapes[0]);
       if (d < 0 && is_result) fail(line, "vmap joins none of its dimensions");
       for (const Shape& shape : line.shapes) {

@@ -106,9 +106,6 @@ struct Line {
   bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
-  std::string made_by, made_text;    // `from op(x, y)`: the operator, and the whole text
-  std::vector<std::string> made_of;  // and its arguments
-  bool made_on_cuda = false;         // `, made where absent on CUDA`
 
   // Numbers, strings and lists
   int size = -1;  // the size that an integer is
@@ -611,8 +608,6 @@ class Reader {
       line.type_text = "like " + (line.like = take_name("the name of a tensor"));
     else if (is(accept("entries"), "entries", "entries -1 or 0 <= j < n at row, slot"))
       read_entries(line);
-    else if (is(accept("from"), "from", "from op(x, y) | from op(x, y), made where absent on CUDA"))
-      read_origin(line);
     else if (is(accept("constant"), "constant", "constant"))
       line.is_constant = true;
     else if (is(is_name && type_named(next.text) != Type::kNone, "dtype",
@@ -724,20 +719,6 @@ class Reader {
     }
     limit.text = joined(text_from(begin));
     line.limits.push_back(std::move(limit));
-  }
-
-  // Read `from edge_order(edge_index, natoms), made where absent on CUDA`.
-  void read_origin(Line& line) {
-    const size_t begin = at_;
-    line.made_by = take_name("an operator");
-    require("(");
-    do line.made_of.push_back(take_name("an argument"));
-    while (accept(","));
-    require(")");
-    line.made_text = " from " + joined(text_from(begin));
-    if (!accept(",")) return;
-    for (const char* word : {"made", "where", "absent", "on", "CUDA"}) require(word);
-    line.made_on_cuda = true;
   }
 
   Bound take_bound() {
