@@ -60,18 +60,6 @@ void take_parts(Family& family, const Items<Part>& parts, const char* what, cons
   }
 }
 
-// Raise an error unless PyTorch reads a default as it is written: of int, it reads 1E3 as 1.
-void check_default(const Operator& op, const contract::Argument& argument) {
-  const c10::Argument& parsed = op.parsed.arguments()[&argument - op.schema.arguments.data()];
-  const auto& value = parsed.default_value();
-  if (!value) return;
-  const bool is_same = !value->isInt() || argument.kind != contract::Kind::kInt ||
-                       std::to_string(value->toInt()) == argument.fallback;
-  TORCH_CHECK(is_same && value->type()->isSubtypeOf(*parsed.type()), "line ", op.schema.number,
-              ": `", op.schema.name, "`: the default ", argument.fallback, " of `", argument.name,
-              "` is no ", argument.type);
-}
-
 // Read a contract and make its operators.
 void read_family(Family& family, const ContractEntry& entry) {
   std::vector<std::string> composed;
@@ -81,13 +69,9 @@ void read_family(Family& family, const ContractEntry& entry) {
   for (contract::Signature& signature : proved.operators) {
     const std::string name = signature.schema.name;
     const bool is_qualified = name.find("::") != std::string::npos;
-    c10::FunctionSchema parsed = torch::schema(signature.schema.text.c_str());
-    Operator& op = family.operators.emplace_back(
-        Operator{std::move(signature), &family,
-                 is_qualified ? name : family.name_space + "::" + name, std::move(parsed)});
-    op.count = int(op.parsed.arguments().size());
-    TORCH_CHECK(op.schema.arguments.size() == size_t(op.count), "cannot read ", op.parsed);
-    for (const contract::Argument& argument : op.schema.arguments) check_default(op, argument);
+    Operator& op = family.operators.emplace_back(Operator{
+        std::move(signature), &family, is_qualified ? name : family.name_space + "::" + name});
+    op.count = int(op.schema.arguments.size());
     for (const Family& other : families())
       for (const Operator& known : other.operators)
         TORCH_CHECK(&known == &op || known.name != op.name, "line ", op.schema.number, ": ",

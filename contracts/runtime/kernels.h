@@ -195,51 +195,49 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
   }
 }
 
-// Fill a slot for each of the kernel's parameters.
+// Fill a slot for each of the kernel's parameters. An operator that uses the kernels of another one
+// may have fewer arguments and results.
 void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
                 void* stream, Storage& storage) {
   static char empty[64];
-  for (size_t p = 0; p < kernel.binding.sources.size(); ++p) {
+  const Operator& owner = *call.op.owner;
+  size_t p = 0;
+  const auto set_tensor = [&](int i, const Tensor& x, void* data) {
+    storage.slots[p].data = data ? data : empty;  // not nullptr, which would be an absent tensor
+    lay_out(call, call.text.lines[i], call.shapes[i], x, kernel.entry.parameters[p].rank, int(p),
+            storage);
+  };
+  for (const int i : owner.lines) {
+    if (i < 0) continue;  // output_mask
+    const Line& line = call.text.lines[i];
     const Parameter& parameter = kernel.entry.parameters[p];
-    const Source source = kernel.binding.sources[p];
-    Slot& slot = storage.slots[p] = {};
-    const auto set_tensor = [&](const Line& line, const Shape* given, const Tensor& x, void* data) {
-      slot.data = data ? data : empty;  // not nullptr, which would be an absent tensor
-      lay_out(call, line, given, x, parameter.rank, int(p), storage);
-    };
-    if (source.from == Source::kWorkspace) continue;
-    if (source.from == Source::kStream) {
-      slot.data = stream;
-    } else if (source.from == Source::kResult) {
-      // An operator that uses the kernels of another one may have fewer results.
-      if (size_t(source.index) >= call.op.result_lines.size()) continue;
-      const Tensor* x = &results[source.index];
-      if (!x->defined()) continue;
-      if (x->scalar_type() != scalar_type(parameter.type)) {
-        const Tensor wide = at::empty_like(*x, x->options().dtype(scalar_type(parameter.type)));
-        x = &storage.narrowed.emplace_back(*x, wide).second;
-      }
-      const int index = call.op.result_lines[source.index];
-      set_tensor(call.text.lines[index], call.shapes[index], *x, x->mutable_data_ptr());
-    } else if (parameter.kind == Parameter::kTensor) {
-      const Tensor& x = *call.tensors[source.index];
-      if (!x.defined()) continue;
-      const Line& line = call.text.lines[source.index];
-      const Shape* given = call.shapes[source.index];
-      const bool is_other = given && given != &line.shapes[0];
-      const Tensor& taken = as_taken(
-          x, parameter.type, is_other ? Layout::kContiguous : parameter.layout, storage.owned);
-      set_tensor(line, given, taken, const_cast<void*>(taken.const_data_ptr()));
-    } else {
-      // An operator that uses the kernels of another one may lack an argument with a default.
-      const int position = call.op.argument[source.index];
-      const int default_position = call.op.owner->argument[source.index];
-      set_value(call.text.lines[source.index], parameter.kind,
-                position < 0 ? *call.op.owner->parsed.arguments()[default_position].default_value()
-                             : call.stack[position],
-                slot, storage);
+    storage.slots[p] = {};
+    if (parameter.kind != Parameter::kTensor) {
+      const IValue& value = call.op.has(i)
+                                ? call.stack[call.op.argument[i]]
+                                : *owner.parsed.arguments()[owner.argument[i]].default_value();
+      set_value(line, parameter.kind, value, storage.slots[p], storage);
+    } else if (const Tensor& x = *call.tensors[i]; x.defined()) {
+      const bool is_other = call.shapes[i] && call.shapes[i] != &line.shapes[0];
+      const Layout layout = is_other ? Layout::kContiguous : parameter.layout;
+      const Tensor& taken = as_taken(x, parameter.type, layout, storage.owned);
+      set_tensor(i, taken, const_cast<void*>(taken.const_data_ptr()));
     }
+    ++p;
   }
+  for (size_t r = 0; r < owner.result_lines.size(); ++r, ++p) {
+    storage.slots[p] = {};
+    if (r >= call.op.result_lines.size() || !results[r].defined()) continue;
+    const Tensor* x = &results[r];
+    const at::ScalarType type = scalar_type(kernel.entry.parameters[p].type);
+    if (x->scalar_type() != type) {
+      const Tensor wide = at::empty_like(*x, x->options().dtype(type));
+      x = &storage.narrowed.emplace_back(*x, wide).second;
+    }
+    set_tensor(owner.result_lines[r], *x, x->mutable_data_ptr());
+  }
+  if (kernel.binding.has_workspace) storage.slots[p++] = {};
+  if (kernel.binding.is_cuda) storage.slots[p] = {stream};
 }
 
 void run_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Storage& storage) {

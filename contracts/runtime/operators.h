@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "autograd.h"
-#include "calcops/contract_proofs.h"
+#include "contract_proofs.h"
 
 namespace calcops {
 namespace {
@@ -25,7 +25,6 @@ using c10::SymInt;
 using contract::kMost;
 using contract::Line;
 using contract::Shape;
-using contract::Source;
 using contract::Sum;
 
 // The bytes of a process's address space on x86-64. A result has fewer.
@@ -79,8 +78,7 @@ struct Family;
 struct Operator : contract::Signature {
   Family* family;
   std::string name;  // qualified
-  c10::FunctionSchema parsed;
-  int count = 0;  // of arguments
+  int count = 0;     // of arguments
   Value (*composition)(const Value*) = nullptr;
   void (*check)(Value*, Value*) = nullptr;
   std::unique_ptr<Derivatives> derivatives{};  // nullptr: it has none

@@ -1,6 +1,6 @@
 // Registers a library's operators. The blocks of TORCH_LIBRARY in it
-// (_calcops_jit/shadow/torch/library.h) are run once. Each def, impl and fallback in them becomes
-// one or more steps. commit() registers all steps or none.
+// (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl in them becomes a step.
+// commit() registers all steps or none.
 //
 // In a C++ host that links or dlopens the library, its initialisers call commit(). calcops_jit's
 // loader (registration.py) compares the steps first and then calls it. The library is then "held":
@@ -98,19 +98,6 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     void add(Step step) {
       steps.push_back(std::move(step));
       if (committed) commit(steps.size() - 1);  // from a torch::Library outside a block
-    }
-
-    // Return "name\twhere\n" of each step whose name is registered already, except for the names in
-    // the lines of `mine`.
-    std::string taken(const std::string& mine) const {
-      const std::string own_names = '\n' + mine + '\n';
-      std::string taken_names;
-      for (const Step& step : steps) {
-        if (own_names.find('\n' + step.name + '\n') != std::string::npos) continue;
-        const std::string where = step.place();
-        if (!where.empty()) taken_names += step.name + '\t' + where + '\n';
-      }
-      return taken_names;
     }
 
     // Register the steps from `first` on, all or none.
@@ -243,9 +230,7 @@ CALCOPS_EXPORT const char* calcops_jit_steps() {
   auto& registry = calcops_jit::Registry::here();
   return registry.attempt([&] {
     registry.collect();
-    std::string lines;
-    for (const auto& step : registry.steps) lines += step.line + '\n';
-    registry.answer = std::move(lines);
+    for (const auto& step : registry.steps) registry.answer += step.line + '\n';
   });
 }
 // Register all steps and return "". If a name is registered already and is not in `mine`, register
@@ -258,11 +243,14 @@ CALCOPS_EXPORT const char* calcops_jit_commit(const char* mine) {
   return registry.attempt([&] {
     registry.collect();
     if (registry.committed && !*mine) return;
-    if (const auto taken = registry.taken(mine); !taken.empty()) {
-      registry.answer = "taken\n" + taken;
-      return;
+    const std::string own_names = c10::str('\n', mine, '\n');
+    std::string taken;
+    for (const auto& step : registry.steps) {
+      if (own_names.find('\n' + step.name + '\n') != std::string::npos) continue;
+      if (const auto where = step.place(); !where.empty()) taken += step.name + '\t' + where + '\n';
     }
-    registry.commit();
+    if (taken.empty()) return registry.commit();
+    registry.answer = "taken\n" + taken;
   });
 }
 // End this library's registrations of a name that a newer library no longer has.

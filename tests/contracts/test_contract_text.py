@@ -1,9 +1,6 @@
-"""A contract is read completely or refused. read_contracts.cpp reads all contracts of this
-file in one process, without PyTorch."""
+"""A contract is read completely or refused. read_contracts.cpp reads the contracts of this file."""
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,6 @@ import pytest
 import calcops_jit
 
 ROOT = Path(calcops_jit.__file__).parent
-COMPILER = shutil.which("c++") or shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 def contract(line="", n="", **lines):
@@ -252,7 +247,7 @@ WRONG = OPTIONAL | {
     ),
     "a type with a stray bracket": (
         contract(n="str] s", s='"a" or "b".'),
-        "expected the name of an argument, got `]`",
+        "expected ident but found",
     ),
     # lines
     "a line that nothing uses": (
@@ -486,59 +481,45 @@ RIGHT_KERNELS = {
 }
 
 WRONG_KERNELS = {
-    "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for the int `k`, got double"),
-    "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for the float `k`, got int64_t"),
-    "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* for the str `k`, got bool"),
-    "an int64_t for a SymInt[]": (kernel("with_int", contract(n="SymInt[] k", k="Text.")), "expected List<int64_t> for the SymInt[] `k`"),
-    "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "got a View"),
-    "an enumeration without strings": (kernel("with_choice", contract(n="str k", k="Text.")), "since its line lists no strings"),
-    "an int64_t for a Tensor": (kernel("with_int", contract(n="Tensor k", k="[N]; like x.")), "expected a View or a Strided for the Tensor `k`"),
+    "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for `k`, got double"),
+    "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for `k`, got int64_t"),
+    "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* for `k`, got bool"),
+    "an int64_t for a SymInt[]": (kernel("with_int", contract(n="SymInt[] k", k="Text.")), "expected List<int64_t> for `k`"),
+    "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "expected int64_t for `k`, got View<const float64, 1>"),
+    "an enumeration without strings": (kernel("with_choice", contract(n="str k", k="Text.")), "expected const char* for `k`, got enum class"),
+    "an int64_t for a Tensor": (kernel("with_int", contract(n="Tensor k", k="[N]; like x.")), "expected View<const float64, 1> for `k`, got int64_t"),
     "too few parameters": (kernel("copy", contract(n="int k", k=">= 0.")), "2 parameters for 3 arguments and results"),
     "too many parameters": (kernel("with_int"), "3 parameters for 2 arguments and results"),
-    "more than 24 parameters": (kernel("many"), "25 parameters, more than 24"),
-    "another rank": (kernel("of_matrix"), "expected 1 dimensions for the Tensor `x`, got 2"),
-    "an argument that is written": (kernel("writes_argument"), "expected const numbers for the Tensor `x`"),
-    "a result that is read": (kernel("reads_result"), "expected numbers that are not const for the result `y`"),
-    "a result with strides": (kernel("strided_result"), "expected a View for the result `y`"),
+    "more than 24 parameters": (kernel("many"), "25 parameters for 2 arguments and results, at most 24"),
+    "another rank": (kernel("of_matrix"), "expected View<const float64, 1> for `x`, got View<const float64, 2>"),
+    "an argument that is written": (kernel("writes_argument"), "expected View<const float64, 1> for `x`, got View<float64, 1>"),
+    "a result that is read": (kernel("reads_result"), "expected View<float64, 1> for `y`, got View<const float64, 1>"),
+    "a result with strides": (kernel("strided_result"), "expected View<float64, 1> for `y`, got Strided<float64, 1>"),
     "a workspace on the CPU": (kernel("with_workspace"), "a Workspace& is for CUDA kernels"),
     "a workspace in the wrong place": (kernel("workspace_first"), "3 parameters for 2"),
     "a stream in the wrong place": (kernel("stream_first"), "3 parameters for 2"),
     "a position without entries": (kernel("position"), "no argument has entries"),
-    "a type that the contract excludes": (kernel("copy_int"), "expected one of its dtypes for the Tensor `x`, got int64"),
-    "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected float32, the dtype of x, for the result `y`, got float64"),
+    "a type that the contract excludes": (kernel("copy_int"), "expected View<const float64, 1> for `x`, got View<const int64, 1>"),
+    "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected View<float32, 1> for `y`, got View<float64, 1>"),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """Return the answer to each contract, by its text."""
-    folder = tmp_path_factory.mktemp("texts")
-    program, texts = folder / "read", folder / "texts"
+def read():
+    """Return the function that reads a contract and returns "ok" or the error."""
     source = Path(__file__).parent / "read_contracts.cpp"
-    include = ROOT / "contracts" / "include"
-    subprocess.run(
-        [COMPILER, "-std=c++17", "-O0", "-I", include, source, "-o", program],
-        check=True,
-        timeout=300,
-    )
-    contracts = [*RIGHT.values(), *RIGHT_KERNELS.values()]
-    contracts += [text for text, _ in (*WRONG.values(), *WRONG_KERNELS.values())]
-    texts.write_text("".join(text + "\n----\n" for text in contracts))
-    run = subprocess.run(
-        [program, texts], stdout=subprocess.PIPE, text=True, timeout=60, check=True
-    )
-    lines = run.stdout.splitlines()
-    assert len(lines) == len(contracts)
-    return dict(zip(contracts, lines))
+    include = ROOT / "contracts" / "runtime"
+    return calcops_jit.load("read_contracts", [source], extra_include_paths=[include]).read
 
 
 @pytest.mark.parametrize("case", [*RIGHT, *RIGHT_KERNELS])
-def test_a_right_contract_is_read(case, answers):
-    assert answers[{**RIGHT, **RIGHT_KERNELS}[case]] == "ok"
+def test_a_right_contract_is_read(case, read):
+    assert read({**RIGHT, **RIGHT_KERNELS}[case]) == "ok"
 
 
 @pytest.mark.parametrize("case", [*WRONG, *WRONG_KERNELS])
-def test_a_wrong_contract_is_refused_with_its_line_and_reason(case, answers):
+def test_a_wrong_contract_is_refused_with_its_line_and_reason(case, read):
     text, message = {**WRONG, **WRONG_KERNELS}[case]
-    assert answers[text].startswith("line ")
-    assert message in answers[text]
+    answer = read(text).replace("\n", " ")
+    assert answer.startswith("line ")
+    assert message in answer

@@ -1,5 +1,5 @@
 // Reads contracts into structs. contracts/README.md describes their language.
-// contract_proofs.h proves what these structs promise. Both are independent of PyTorch.
+// contract_proofs.h proves what these structs promise.
 //
 // Every character of a clause is consumed by the grammar below, one function for each clause.
 // Otherwise the contract is refused with the line, the clause and the nearest legal form.
@@ -118,17 +118,17 @@ struct Line {
 enum class Kind { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kMask, kOther };
 
 struct Argument {
-  std::string name, type, fallback;  // `fallback`: the default, as written
+  std::string name, type;  // `type` for errors
   Kind kind = Kind::kOther;
+  int length = 0;  // of the type bool[3]; otherwise 0
   bool optional = false, has_default = false;
 };
 
-// name(arguments) -> results, and the text below it.
+// name(arguments) -> results, and the text below it. The Prover adds the arguments and results.
 struct Schema {
   std::string text, name, summary, details;
   int number = 0;
-  std::vector<Argument> arguments;
-  std::vector<Argument> results;
+  std::vector<Argument> arguments, results;
 };
 
 struct Text {
@@ -438,27 +438,17 @@ class Reader {
 
   // ---- lines ------------------------------------------------------------------------------------
 
+  // Read a schema, which the Prover parses, and the indented text below it.
   void read_schema() {
     Schema schema;
     schema.number = line_number(at_);
-    const size_t begin = at_;
-    schema.name = take_name("a name");
-    if (accept("::")) schema.name += "::" + take_name("a name");
+    const size_t begin = at_, arrow = source_.find("->", at_);
+    schema.name = source_.substr(begin, source_.find('(', begin) - begin);
     name_ = schema.name;
-    require("(");
-    if (!accept(")")) do {
-        if (accept("*")) continue;  // the arguments that follow are given by name
-        schema.arguments.push_back(take_argument());
-      } while (accept(",") || (require(")"), false));
-    if (!is_next("->")) expected("`-> ` and the results behind the arguments");
-    require("->");
-    if (accept("(")) {
-      do schema.results.push_back(take_result());
-      while (accept(",") || (require(")"), false));
-    } else {
-      limit_ = line_end(at_);
-      schema.results.push_back(take_result());
-    }
+    if (arrow == std::string::npos) fail("expected `-> ` and the results behind the arguments");
+    at_ = std::min(source_.find_first_not_of(" \n", arrow + 2), source_.size() - 1);
+    at_ = source_[at_] == '(' ? std::min(source_.find(')', at_), source_.size() - 1) + 1
+                              : line_end(at_);
     schema.text = joined(text_from(begin));
     if (!is_blank(source_.substr(at_, line_end(at_) - at_)))
       expected("the end of the line behind the results");
@@ -476,61 +466,6 @@ class Reader {
     for (const Schema& other : text_.schemas)
       if (other.name == schema.name) throw Mistake(schema.number, "a second schema of " + name_);
     text_.schemas.push_back(std::move(schema));
-  }
-
-  // Read a type such as `Tensor?`, `SymInt[2]` or `float[]?`.
-  void take_type(Argument& argument) {
-    static constexpr std::pair<const char*, Kind> kKinds[] = {
-        {"Tensor", Kind::kTensor}, {"int", Kind::kInt},       {"SymInt", Kind::kInt},
-        {"float", Kind::kFloat},   {"bool", Kind::kBool},     {"str", Kind::kString},
-        {"int[]", Kind::kInts},    {"SymInt[]", Kind::kInts}, {"float[]", Kind::kFloats},
-        {"bool[]", Kind::kMask}};
-    std::string type = take_name("a type, such as Tensor, int or float[]");
-    argument.type = type;
-    if (is_next("(")) fail(type + "(a!) would be changed; return a result instead");
-    while (accept("[")) {
-      argument.type += '[';
-      if (peek().kind == Token::kNumber) argument.type += take(Token::kNumber, "a number");
-      require("]");
-      argument.type += ']';
-      type += "[]";
-    }
-    if (accept("?")) {
-      argument.type += '?';
-      argument.optional = true;
-    }
-    if (accept("[")) {  // a list of optional ones
-      require("]");
-      argument.type += "[]";
-      type.clear();
-    }
-    for (const auto& [name, kind] : kKinds)
-      if (type == name) argument.kind = kind;
-    const bool is_number = argument.kind >= Kind::kInt && argument.kind <= Kind::kString;
-    if (argument.optional && is_number) argument.kind = Kind::kOther;
-  }
-
-  Argument take_argument() {
-    Argument argument;
-    take_type(argument);
-    argument.name = take_name("the name of an argument");
-    if (!accept("=")) return argument;
-    argument.has_default = true;
-    peek();
-    const size_t begin = at_;
-    for (int depth = 0; depth > 0 || (!is_next(",") && !is_next(")")); at_ = peek().end) {
-      if (peek().kind == Token::kEnd) expected("the end of a default");
-      depth += is_next("[") - is_next("]");
-    }
-    argument.fallback = joined(text_from(begin));
-    return argument;
-  }
-
-  Argument take_result() {
-    Argument result;
-    take_type(result);
-    if (peek().kind == Token::kName) result.name = take_name("a name");
-    return result;
   }
 
   // Read the line of an argument or a result, or `vmap`.

@@ -2,12 +2,14 @@
 // used, each name exists, each derivative has its arguments, and each kernel fits its schema.
 #pragma once
 
+#include <torch/library.h>
+
 #include <array>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 
-#include "calcops/contract_text.h"
+#include "contract_text.h"
 
 namespace calcops {
 namespace contract {
@@ -17,6 +19,7 @@ constexpr size_t kMostResults = 6;
 // What the contract says about one operator.
 struct Signature {
   Schema schema;
+  c10::FunctionSchema parsed;
   std::array<int, kMost> argument{};  // of each line: its position in the schema, or -1
   std::vector<int> lines{};           // of each argument: its line; output_mask has -1
   std::vector<int> result_lines{};    // the gradient of an argument has the argument's line
@@ -27,28 +30,22 @@ struct Signature {
 
   const Argument& at_line(int line) const { return schema.arguments[argument[line]]; }
   bool has(int line) const { return argument[line] >= 0; }
+  // Return the lines of the arguments that kernels receive.
+  std::vector<int> kernel_lines() const {
+    std::vector<int> received = lines;
+    if (mask >= 0) received.erase(received.begin() + mask);
+    return received;
+  }
   bool is_result(int line) const {
     return std::find(result_lines.begin(), result_lines.end(), line) != result_lines.end();
   }
 };
 
-// Where a kernel's parameter comes from.
-struct Source {
-  enum { kArgument, kResult, kWorkspace, kStream } from;
-  int index;  // the argument's line, or the position among the results
-};
-
 // How a kernel is called.
 struct Binding {
-  std::vector<Source> sources;              // of its parameters
   std::vector<std::pair<int, Type>> types;  // of the groups of dtypes
   bool is_cuda = false, has_workspace = false;
 };
-
-// Return the line of a tensor parameter.
-inline int line_of(const Signature& op, const Source& source) {
-  return source.from == Source::kResult ? op.result_lines[source.index] : source.index;
-}
 
 struct Proved {
   Text text;
@@ -156,20 +153,65 @@ class Prover {
         fail(line, "expected integers, got " + bound.text);
   }
 
+  static Kind kind_of(const std::string& type, bool optional) {
+    // In the order of Kind.
+    static constexpr const char* kTypes[] = {"Tensor", "int",   "float",   "bool",
+                                             "str",    "int[]", "float[]", "bool[]"};
+    const auto known = Kind(std::find(std::begin(kTypes), std::end(kTypes), type) - kTypes);
+    const bool is_number = known >= Kind::kInt && known <= Kind::kString;
+    return optional && is_number ? Kind::kOther : known;
+  }
+
+  // Return an argument or a result as PyTorch parsed it.
+  static Argument argument_of(const Schema& schema, const c10::Argument& parsed) {
+    Argument argument{parsed.name(), parsed.real_type()->str()};
+    const auto fail_here = [&](const std::string& what) {
+      fail(schema.number, "`" + schema.name + "`: " + what);
+    };
+    if (parsed.alias_info())
+      fail_here(argument.type + "(a!) would be changed; return a result instead");
+    argument.length = parsed.N().value_or(0);
+    argument.optional = parsed.type()->kind() == c10::TypeKind::OptionalType;
+    argument.kind =
+        kind_of((argument.optional ? parsed.type()->containedType(0) : parsed.type())->str(),
+                argument.optional);
+    const auto& value = parsed.default_value();
+    argument.has_default = value.has_value();
+    if (!value) return argument;
+    // PyTorch reads the default 1E3 of an int as 1.
+    const std::string is_read = ' ' + argument.name + '=' + c10::str(*value);
+    const bool is_misread = argument.kind == Kind::kInt &&
+                            schema.text.find(is_read + ',') == std::string::npos &&
+                            schema.text.find(is_read + ')') == std::string::npos;
+    if (is_misread || !value->type()->isSubtypeOf(*parsed.type()))
+      fail_here("the default of `" + argument.name + "` is no " + argument.type);
+    return argument;
+  }
+
+  // Let PyTorch parse a schema.
+  static c10::FunctionSchema parsed(const Schema& schema) {
+    try {
+      return torch::schema(schema.text.c_str());
+    } catch (const c10::Error& error) {
+      fail(schema.number, error.what_without_backtrace());
+    }
+  }
+
   void read_operator(const Schema& schema, const std::vector<std::string>& composed) {
-    Signature op{schema};
-    const std::string& name = schema.name;
+    Signature op{schema, parsed(schema)};
+    for (const c10::Argument& argument : op.parsed.arguments())
+      op.schema.arguments.push_back(argument_of(op.schema, argument));
+    for (const c10::Argument& result : op.parsed.returns())
+      op.schema.results.push_back(argument_of(op.schema, result));
+    const std::string& name = op.schema.name;
     op.is_composition = std::find(composed.begin(), composed.end(), name) != composed.end();
     op.argument.fill(-1);
-    for (size_t i = 0; i < schema.arguments.size(); ++i) {
-      const Argument& argument = schema.arguments[i];
-      for (size_t k = 0; k < i; ++k)
-        if (schema.arguments[k].name == argument.name)
-          fail(op, "two arguments `" + argument.name + "`");
+    for (size_t i = 0; i < op.schema.arguments.size(); ++i) {
+      const Argument& argument = op.schema.arguments[i];
       if (argument.name == "output_mask" && argument.kind == Kind::kMask) {
         op.mask = int(i);
         op.lines.push_back(-1);
-        if (argument.type != "bool[" + std::to_string(schema.results.size()) + "]")
+        if (argument.length != int(op.schema.results.size()))
           fail(op, "output_mask has one bool for each result");
         continue;
       }
@@ -179,6 +221,7 @@ class Prover {
         fail(op, "kernels take no " + argument.type + " `" + argument.name +
                      "`; the types are Tensor, Tensor?, int, SymInt, float, bool, str, int[] and "
                      "float[]");
+      if (op.has(line)) fail(op, "two arguments `" + argument.name + "`");
       is_used_[line] = true;
       op.argument[line] = int(i);
       op.lines.push_back(line);
@@ -195,7 +238,8 @@ class Prover {
     for (const Argument& result : results) {
       const int line = text_.line(result.name);
       if (op.is_composition && line < 0) continue;  // it makes its results itself
-      if (result.type != "Tensor") fail(op, "kernels return no " + result.type + ", only Tensor");
+      if (result.kind != Kind::kTensor || result.optional)
+        fail(op, "kernels return no " + result.type + ", only Tensor");
       if (result.name.empty()) fail(op, "its results have names, as in -> Tensor y");
       if (line < 0) fail(op, "no line describes its result `" + result.name + "`");
       const Line& described = text_.lines[line];
@@ -377,11 +421,20 @@ class Prover {
 
 // ---- kernels ------------------------------------------------------------------------------------
 
-// Match a kernel's parameters with the arguments and results of its operator.
-inline Binding bind(const Text& text, const Signature& op, const KernelEntry& kernel) {
+// Return a parameter as in C++, but with the contract's name of a dtype.
+inline std::string text_of(const Parameter& parameter) {
+  // Of each kind.
   static constexpr const char* kKinds[] = {
-      "a View or a Strided", "int64_t",       "double",       "bool",       "const char*",
-      "an enumeration",      "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+      "",           "int64_t",       "double",       "bool",       "const char*",
+      "enum class", "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+  if (parameter.kind != Parameter::kTensor) return kKinds[parameter.kind];
+  return std::string(parameter.layout == Layout::kContiguous ? "View<" : "Strided<") +
+         (parameter.is_written ? "" : "const ") + name_of(parameter.type) + ", " +
+         std::to_string(parameter.rank) + '>';
+}
+
+// Compare a kernel's parameters with the arguments and results of its operator.
+inline Binding bind(const Text& text, const Signature& op, const KernelEntry& kernel) {
   // Of each Kind.
   static constexpr Parameter::Kind kWanted[] = {
       Parameter::kTensor, Parameter::kInt,  Parameter::kFloat, Parameter::kBool,
@@ -389,77 +442,57 @@ inline Binding bind(const Text& text, const Signature& op, const KernelEntry& ke
   const auto fail = [&](const std::string& what) {
     throw Mistake(op.schema.number, "a kernel of `" + op.schema.name + "`: " + what);
   };
-  std::vector<Source> expected;
   Binding binding;
-  for (const int line : op.lines)
-    if (line != -1) expected.push_back({Source::kArgument, line});
-  for (size_t i = 0; i < op.result_lines.size(); ++i) expected.push_back({Source::kResult, int(i)});
-  int count = kernel.count;
+  size_t count = size_t(kernel.count);
   const auto ends_with = [&](Parameter::Kind kind) {
-    return count > 0 && kernel.parameters[count - 1].kind == kind;
+    const bool does = count > 0 && kernel.parameters[count - 1].kind == kind;
+    count -= does;
+    return does;
   };
-  const bool is_cuda = binding.is_cuda = ends_with(Parameter::kStream);
-  if (is_cuda) --count;
-  const bool has_workspace = binding.has_workspace = ends_with(Parameter::kWorkspace);
-  if (has_workspace) --count;
-  if (has_workspace && !is_cuda)
+  binding.is_cuda = ends_with(Parameter::kStream);
+  binding.has_workspace = ends_with(Parameter::kWorkspace);
+  if (binding.has_workspace && !binding.is_cuda)
     fail("a Workspace& is for CUDA kernels, whose last parameter is a cudaStream_t");
-  if (size_t(kernel.count) > kMost)
-    fail(std::to_string(kernel.count) + " parameters, more than " + std::to_string(kMost));
-  if (size_t(count) != expected.size())
-    fail(std::to_string(count) + " parameters for " + std::to_string(expected.size()) +
-         " arguments and results");
+  std::vector<int> lines = op.kernel_lines();
+  const size_t arguments = lines.size();
+  lines.insert(lines.end(), op.result_lines.begin(), op.result_lines.end());
+  if (count != lines.size() || size_t(kernel.count) > kMost)
+    fail(std::to_string(count) + " parameters for " + std::to_string(lines.size()) +
+         " arguments and results, at most " + std::to_string(kMost));
   const bool has_entries = std::any_of(op.tensors.begin(), op.tensors.end(),
                                        [&](int i) { return text.lines[i].has_entries; });
-  if (kernel.checks_entries && !is_cuda && !has_entries)
+  if (kernel.checks_entries && !binding.is_cuda && !has_entries)
     fail("it returns the position of a wrong entry, and no argument has entries");
 
   std::map<int, Type> types;  // of the groups of dtypes
-  for (int p = 0; p < count; ++p) {
-    const Parameter& parameter = kernel.parameters[p];
-    const Source source = expected[p];
-    const int line_number = line_of(op, source);
-    const Line& line = text.lines[line_number];
-    const bool is_result = source.from == Source::kResult;
-    const Argument* argument = is_result ? nullptr : &op.at_line(line_number);
-    const auto expect = [&](const std::string& what, const std::string& got) {
-      fail("parameter " + std::to_string(p + 1) + ": expected " + what + " for the " +
-           (is_result ? "result" : argument->type) + " `" + line.name + "`, got " + got);
-    };
-    const Kind kind = argument ? argument->kind : Kind::kTensor;
-    const Parameter::Kind wanted = kWanted[int(kind)];
-    const bool is_choice = kind == Kind::kString && parameter.kind == Parameter::kChoice;
-    if (parameter.kind != wanted && !is_choice) expect(kKinds[wanted], kKinds[parameter.kind]);
-    if (is_choice && line.choices.empty())
-      expect("const char*, since its line lists no strings,", "an enumeration");
-    binding.sources.push_back(source);
-    if (kind != Kind::kTensor) continue;
-
-    if (size_t(parameter.rank) > kMostDimensions)
-      expect("at most 8 dimensions", std::to_string(parameter.rank));
-    if (!line.any_shape && parameter.rank != int(line.shapes[0].size()))
-      expect(std::to_string(line.shapes[0].size()) + " dimensions", std::to_string(parameter.rank));
-    if (parameter.is_written != is_result)
-      expect(is_result ? "numbers that are not const" : "const numbers",
-             is_result ? "const ones" : "others");
-    if (is_result && parameter.layout != Layout::kContiguous) expect("a View", "a Strided");
-    const std::vector<Type>& allowed = text.lines[line.group].types;
-    const bool is_read = line.read_as != Type::kNone && line.read_as == parameter.type;
-    const bool is_listed =
-        line.read_as == Type::kNone && std::count(allowed.begin(), allowed.end(), parameter.type);
-    const bool is_widened = line.read_as == Type::kNone && parameter.type == Type::kFloat32 &&
-                            (std::count(allowed.begin(), allowed.end(), Type::kFloat16) ||
-                             std::count(allowed.begin(), allowed.end(), Type::kBFloat16));
-    if (!is_read && !is_listed && !is_widened)
-      expect(line.read_as != Type::kNone ? name_of(line.read_as) : "one of its dtypes",
-             name_of(parameter.type));
-    const auto [known, is_new] = types.insert({line.group, parameter.type});
-    if (!is_new && known->second != parameter.type)
-      expect(name_of(known->second) + ", the dtype of " + text.lines[line.group].name + ",",
-             name_of(parameter.type));
+  for (size_t p = 0; p < count; ++p) {
+    const Parameter& got = kernel.parameters[p];
+    const Line& line = text.lines[lines[p]];
+    const bool is_result = p >= arguments;
+    const Kind kind = is_result ? Kind::kTensor : op.at_line(lines[p]).kind;
+    Parameter wanted{kWanted[int(kind)]};
+    if (kind == Kind::kString && got.kind == Parameter::kChoice && !line.choices.empty())
+      wanted.kind = Parameter::kChoice;
+    if (kind == Kind::kTensor) {
+      const std::vector<Type>& allowed = text.lines[line.group].types;
+      const auto is_allowed = [&](Type type) {
+        return std::count(allowed.begin(), allowed.end(), type);
+      };
+      const bool is_widened =
+          got.type == Type::kFloat32 && (is_allowed(Type::kFloat16) || is_allowed(Type::kBFloat16));
+      wanted.type = line.read_as != Type::kNone          ? line.read_as
+                    : is_allowed(got.type) || is_widened ? got.type
+                                                         : allowed[0];
+      wanted.type = types.insert({line.group, wanted.type}).first->second;
+      wanted.rank = line.any_shape ? std::min<int8_t>(got.rank, kMostDimensions)
+                                   : int8_t(line.shapes[0].size());
+      wanted.is_written = is_result;
+      wanted.layout = is_result ? Layout::kContiguous : got.layout;
+    }
+    if (text_of(got) != text_of(wanted))
+      fail("parameter " + std::to_string(p + 1) + ": expected " + text_of(wanted) + " for `" +
+           line.name + "`, got " + text_of(got));
   }
-  if (has_workspace) binding.sources.push_back({Source::kWorkspace, 0});
-  if (is_cuda) binding.sources.push_back({Source::kStream, 0});
   binding.types.assign(types.begin(), types.end());
   return binding;
 }
