@@ -33,7 +33,7 @@ CELL = SOURCE.replace("#include <answer.h>\n", "").replace("bench,", "NAMESPACE,
 CONTRACT_CELL = """\
 #include <calcops/operator.h>
 const calcops::Contract contract(R"(
-scaled(Tensor x) -> Tensor
+scaled(Tensor x) -> Tensor y
 x  []; int64.
 y  []; like x.
 )");

@@ -106,7 +106,8 @@ def differentiable_pairs(**options):
 
 def neighbor_force(list_neigh, dE, Ri_d, nghost=0):
     """Return the force of the pairs on the neighbours alone, without that on the centre atoms."""
-    return torch.ops.calcops._force_virial(list_neigh, dE, Ri_d, None, nghost, False)[0]
+    mask = [True, False, False]
+    return torch.ops.calcops._force_virial(list_neigh, dE, Ri_d, None, nghost, False, mask)[0]
 
 
 def scalar_of(function, list_neigh):

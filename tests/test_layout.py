@@ -15,6 +15,7 @@ SHARED = {
     "directions.h",
     "duals.h",
     "float16.h",
+    "force_terms.h",
     "memory.h",
     "numbers.h",
     "parallel.h",

@@ -257,7 +257,7 @@ def calls(case, device):
         leaf.requires_grad_(flag)
     yield neighbor_index, (list_neigh, nghost), {}
     with_index = {"neighbor_index": laid_out(neighbor_index(list_neigh, nghost), layout)}
-    without_center = (list_neigh, *leaves[:2], None, nghost, False)
+    without_center = (list_neigh, *leaves[:2], None, nghost, False, [True, False, False])
     for keywords in {}, with_index:
         yield force, (list_neigh, *leaves[:2], nghost), keywords
         yield force_virial, (list_neigh, *leaves, nghost), keywords
