@@ -32,7 +32,7 @@ print(ctypes.CDLL(library.path).answer())
 CONTRACT = """
 #include <calcops/operator.h>
 const calcops::Contract contract(R"(
-{name}(Tensor x) -> Tensor
+{name}(Tensor x) -> Tensor y
 x [N]; float64.
 y [N]; like x.
 )");

@@ -26,49 +26,11 @@ using c10::IValue;
 
 namespace {
 
-size_t position(const Call& call, const std::string& argument) {
-  const std::optional<int> position = call.op.schema().argumentIndexWithName(argument);
-  TORCH_INTERNAL_ASSERT(position, call.op.schema(), " has no argument ", argument);
-  return *position;
-}
-
 at::Tensor tensor_in(const IValue& value) {
   return value.isTensor() ? value.toTensor() : at::Tensor();
 }
 
-IValue none_if_undefined(const at::Tensor& tensor) {
-  return tensor.defined() ? IValue(tensor) : IValue();
-}
-
 }  // namespace
-
-Call Call::of(const char* name) const {
-  Call call{c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), {}};
-  const auto& own = op.schema().arguments();
-  call.arguments.reserve(call.op.schema().arguments().size());
-  for (const c10::Argument& argument : call.op.schema().arguments()) {
-    const auto same = std::find_if(own.begin(), own.end(), [&](const c10::Argument& other) {
-      return other.name() == argument.name();
-    });
-    call.arguments.push_back(same != own.end() ? arguments[same - own.begin()]
-                                               : argument.default_value().value_or(IValue()));
-  }
-  return call;
-}
-
-bool Call::has(const std::string& argument) const {
-  return op.schema().argumentIndexWithName(argument).has_value();
-}
-
-IValue& Call::operator[](const std::string& argument) {
-  return arguments[position(*this, argument)];
-}
-
-const IValue& Call::operator[](const std::string& argument) const {
-  return arguments[position(*this, argument)];
-}
-
-at::Tensor Call::tensor(const std::string& argument) const { return tensor_in((*this)[argument]); }
 
 tensor_list Call::run() const {
   torch::jit::Stack stack = arguments;
@@ -77,138 +39,6 @@ tensor_list Call::run() const {
   results.reserve(stack.size());
   for (const IValue& result : stack) results.push_back(tensor_in(result));
   return results;
-}
-
-// ---- derivatives of multilinear operators -------------------------------------------------------
-
-bool Multilinear::covers(const std::string& argument) const {
-  return std::find(factors_.begin(), factors_.end(), argument) != factors_.end();
-}
-
-// Return the factor that each argument is; -1: none.
-std::vector<int> Multilinear::factors_of_arguments(const Call& call) const {
-  std::vector<int> factors;
-  for (const c10::Argument& argument : call.op.schema().arguments()) {
-    const auto factor = std::find(factors_.begin(), factors_.end(), argument.name());
-    factors.push_back(factor == factors_.end() ? -1 : int(factor - factors_.begin()));
-  }
-  return factors;
-}
-
-// Return the factor for which each result is the gradient; -1: none.
-std::vector<int> Multilinear::factors_of_results(const Call& call) const {
-  const bool is_forward = call.op.operator_name().name != backward_;
-  std::vector<int> factors;
-  for (size_t i = 0; i < call.op.schema().returns().size(); ++i) {
-    const bool is_wanted =
-        is_forward || !call.has("output_mask") || call["output_mask"].toBoolList()[i];
-    factors.push_back(is_wanted ? int(is_forward ? i : terms_.size() + i) : -1);
-  }
-  return factors;
-}
-
-// Add to `sums` the gradient of L for every wanted factor, where L has only the terms with a factor
-// of `moved`. `point` is a call of `backward` and has the values of all factors.
-//
-// The gradients for upstream gradients (`results`) are a call of `forward`, and those for inputs a
-// call of `backward`. Each of the two calls gets only the factors of the terms that it needs.
-void Multilinear::add_gradients(const Call& point, Set moved, Set wanted, tensor_list& sums) const {
-  Set given = 0;
-  Set results = 0, results_need = 0;
-  Set inputs = 0, inputs_need = 0;
-  for (size_t f = 0; f < factors_.size(); ++f)
-    if (point.tensor(factors_[f]).defined()) given |= Set(1) << f;
-  for (const Set term : terms_) {
-    const Set absent = term & ~given;
-    // A term without an input is zero. One without its upstream gradient still has a derivative for
-    // it.
-    if (!(term & moved) || (absent & ~upstreams_)) continue;
-    if (term & wanted & upstreams_) {
-      results |= term & upstreams_;
-      results_need |= term;
-    }
-    if (!absent && (term & wanted & ~upstreams_)) {
-      inputs |= term & wanted & ~upstreams_;
-      inputs_need |= term;
-    }
-  }
-
-  // Run one of the two calls with the factors `need`. Its results are the gradients for the factors
-  // from `first` on. Those for `selected` are added.
-  const auto run = [&](Call call, Set need, Set selected, size_t first) {
-    for (size_t f = 0; f < factors_.size(); ++f)
-      if ((optional_ & ~need) >> f & 1 && call.has(factors_[f])) call[factors_[f]] = IValue();
-    const tensor_list gradients = call.run();
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      at::Tensor& sum = sums[first + i];
-      if (selected >> (first + i) & 1) sum = sum.defined() ? sum.add(gradients[i]) : gradients[i];
-    }
-  };
-  if (results) run(point.of(forward_.c_str()), results_need, results, 0);
-  if (inputs) {
-    Call call = point;
-    if (call.has("output_mask")) {
-      c10::List<bool> mask;
-      for (size_t f = terms_.size(); f < factors_.size(); ++f) mask.push_back(inputs >> f & 1);
-      call["output_mask"] = std::move(mask);
-    }
-    run(std::move(call), inputs_need, inputs, terms_.size());
-  }
-}
-
-// Return the gradients for the factors `wanted` of the derivative of L along `moved`. `moved` has a
-// direction or an undefined tensor for each factor. The upstream gradients share one call, because
-// no term has two of them.
-tensor_list Multilinear::along(const Call& call, const tensor_list& moved, Set wanted) const {
-  const Call point = call.of(backward_.c_str());
-  tensor_list sums(factors_.size());
-  std::vector<Set> groups{upstreams_};
-  for (size_t f = terms_.size(); f < factors_.size(); ++f) groups.push_back(Set(1) << f);
-  for (const Set group : groups) {
-    Call replaced = point;
-    bool has_direction = false;
-    for (size_t f = 0; f < factors_.size(); ++f) {
-      if (!(group >> f & 1)) continue;
-      replaced[factors_[f]] = none_if_undefined(moved[f]);
-      has_direction |= moved[f].defined();
-    }
-    if (has_direction) add_gradients(replaced, group, wanted & ~group, sums);
-  }
-  return sums;
-}
-
-namespace {
-
-// Return list[factor] for each of `factors`, or an undefined tensor for -1.
-tensor_list renumbered(const tensor_list& list, const std::vector<int>& factors) {
-  tensor_list out;
-  for (const int factor : factors) out.push_back(factor < 0 ? at::Tensor() : list[factor]);
-  return out;
-}
-
-}  // namespace
-
-tensor_list Multilinear::vjp(const Call& call, const tensor_list& upstream,
-                             const std::vector<bool>& wanted) const {
-  const std::vector<int> results = factors_of_results(call), arguments = factors_of_arguments(call);
-  tensor_list moved(factors_.size());
-  for (size_t i = 0; i < results.size(); ++i)
-    if (results[i] >= 0) moved[results[i]] = upstream[i];
-  Set wanted_factors = 0;
-  for (size_t i = 0; i < arguments.size(); ++i)
-    if (arguments[i] >= 0 && wanted[i]) wanted_factors |= Set(1) << arguments[i];
-  return renumbered(along(call, moved, wanted_factors), arguments);
-}
-
-tensor_list Multilinear::jvp(const Call& call, const tensor_list& tangents) const {
-  const std::vector<int> results = factors_of_results(call), arguments = factors_of_arguments(call);
-  tensor_list moved(factors_.size());
-  for (size_t i = 0; i < arguments.size(); ++i)
-    if (arguments[i] >= 0) moved[arguments[i]] = tangents[i];
-  Set wanted_factors = 0;
-  for (const int factor : results)
-    if (factor >= 0) wanted_factors |= Set(1) << factor;
-  return renumbered(along(call, moved, wanted_factors), results);
 }
 
 // ---- autograd -----------------------------------------------------------------------------------
@@ -223,18 +53,6 @@ auto make_node() {
 #else
   return std::shared_ptr<Node>(new Node(), torch::autograd::deleteNode);
 #endif
-}
-
-// Raise an error if an argument is differentiated that has no derivative.
-void check_covered(const Derivatives& derivatives, const Call& call,
-                   const std::vector<bool>& differentiated, const char* what) {
-  for (size_t i = 0; i < differentiated.size(); ++i) {
-    const std::string& name = call.op.schema().arguments()[i].name();
-    if (!differentiated[i] || derivatives.covers(name)) continue;
-    const at::Tensor x = tensor_in(call.arguments[i]);
-    TORCH_CHECK(false, call.op.operator_name().name, ": expected `", name, "` that ", what,
-                ", got ", x.scalar_type(), ' ', x.sym_sizes());
-  }
 }
 
 bool any_defined(const tensor_list& list) {
@@ -265,7 +83,7 @@ struct CallNode final : torch::autograd::Node {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!any_defined(upstream)) return tensor_list(plain.size());
     const Call call{*op, arguments()};
-    check_covered(*derivatives, call, wanted(), kNoGradient);
+    derivatives->check_constants(call, wanted(), kNoGradient);
     return derivatives->vjp(call, upstream, wanted());
   }
 
@@ -332,7 +150,7 @@ struct CallNode final : torch::autograd::Node {
     const auto wanted = packed[0].to<std::vector<bool>>();
     const Call call{op, {packed.begin() + 1, packed.end()}};
     tensor_list gradients(wanted.size());
-    check_covered(derivatives, call, wanted, kNoGradient);
+    derivatives.check_constants(call, wanted, kNoGradient);
     if (any_defined(upstream)) gradients = derivatives.vjp(call, upstream, wanted);
     // In a graph no gradient may be absent, so it is zero.
     for (size_t i = 0; i < wanted.size(); ++i)
@@ -394,7 +212,7 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
       call.arguments[i] = inputs[i]._fw_primal(/*level=*/0);
       has_tangent[i] = true;
     }
-  check_covered(derivatives, call, has_tangent, "has no tangent");
+  derivatives.check_constants(call, has_tangent, "has no tangent");
 
   run_below_autograd();
   tensor_list outputs;

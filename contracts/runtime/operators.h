@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "autograd.h"
+#include "contract_proofs.h"
 
 namespace calcops {
 namespace {
@@ -24,7 +25,6 @@ using c10::SymInt;
 using contract::kMost;
 using contract::Line;
 using contract::Shape;
-using contract::Source;
 using contract::Sum;
 
 // The bytes of a process's address space on x86-64. A result has fewer.
@@ -78,25 +78,16 @@ struct Family;
 struct Operator : contract::Signature {
   Family* family;
   std::string name;  // qualified
-  c10::FunctionSchema parsed;
-  int count = 0;  // of arguments
+  int count = 0;     // of arguments
   Value (*composition)(const Value*) = nullptr;
-  void (*check)(const Value*, Value*) = nullptr;
-  std::unique_ptr<Derivatives> formulas{};
+  void (*check)(Value*, Value*) = nullptr;
+  std::unique_ptr<Derivatives> derivatives{};  // nullptr: it has none
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
 
-  // Return whether a call computes a result. A gradient is computed if output_mask selects it, or
-  // without output_mask if its argument is given. Another result is computed if all of its factors
-  // are given.
+  // Return whether a call computes a result: output_mask may leave it out.
   bool is_wanted(const IValue* arguments, size_t result) const {
-    if (mask >= 0) return arguments[mask].toBoolList()[result];
-    if (const int line = result_lines[result]; has(line))
-      return tensor_or_none(arguments[argument[line]]).defined();
-    if (result < needs.size())
-      for (const int line : needs[result])
-        if (!tensor_or_none(arguments[argument[line]]).defined()) return false;
-    return true;
+    return mask < 0 || arguments[mask].toBoolList()[result];
   }
 };
 
@@ -107,14 +98,15 @@ struct Family {
   int line = 0;                        // of the contract in the file
   const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
-  contract::Linear linear;
-  std::unique_ptr<Multilinear> derivatives;  // those of `linear`
 };
 
 std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;
   return *all;
 }
+
+// Whether a CUDA graph is captured on a stream; nullptr without CUDA.
+bool (*is_capturing)(void* stream) = nullptr;
 
 // Kernels whose contract is not registered yet, by the operator's qualified name.
 std::map<std::string, std::vector<KernelEntry>>& kernels_waiting() {

@@ -60,8 +60,8 @@ struct Joined {
   const contract::Text& text;
   const Call& given;
   const SymInt& items;
-  const std::vector<IValue> first;  // the arguments of the first item
-  const Checked<SymInt> item;       // All items have its sizes.
+  std::vector<IValue> first;   // the arguments of the first item
+  const Checked<SymInt> item;  // All items have its sizes.
 
   Joined(const Operator& op, const Call& given, const SymInt& items)
       : op(op),
@@ -69,7 +69,7 @@ struct Joined {
         given(given),
         items(items),
         first(first_of(given)),
-        item(op, first.data()) {}
+        item(op, first.data(), /*with_check=*/false) {}
 
   static std::vector<IValue> first_of(const Call& given) {
     std::vector<IValue> arguments = given.arguments;
@@ -126,9 +126,7 @@ struct Joined {
       const Line& line = text.lines[i];
       if (!op.has(int(i))) continue;
       IValue& argument = all.arguments[op.argument[i]];
-      if (!line.made_by.empty() && dimension(line) < 0) {
-        argument = IValue();  // such as edge_order, which is made for the joined graph where needed
-      } else if (argument.isTensor()) {
+      if (argument.isTensor()) {
         const auto joined = join(argument.toTensor(), line);
         if (!joined) return {};
         argument = *joined;

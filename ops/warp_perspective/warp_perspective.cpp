@@ -48,7 +48,7 @@ void check_shape(const char* name, const Value& x, const char* what, const Value
 }
 
 // (image, warp, dsize, interpolation, border_mode, border_value, inverse_map, destination)
-void check(const Value* arguments, Value* result_shapes) {
+void check(Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[0], arguments[1]);
   const Value& dsize = arguments[2];
   const bool is_empty = dsize.length() == 0;
@@ -66,7 +66,7 @@ void check(const Value* arguments, Value* result_shapes) {
 }
 
 // (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, output_mask)
-void check_backward(const Value* arguments, Value*) {
+void check_backward(Value* arguments, Value*) {
   const Dimensions dims(arguments[1], arguments[2]);
   const Value& grad = arguments[0];
   check_border(arguments[5], dims.C);
@@ -75,7 +75,7 @@ void check_backward(const Value* arguments, Value*) {
 }
 
 // (tangent, image, warp, dsize, interpolation, border_mode, border_value, inverse_map)
-void check_tangent(const Value* arguments, Value* result_shapes) {
+void check_tangent(Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[1], arguments[2]);
   check_shape("tangent", arguments[0], "of the shape of `warp`,", arguments[2].shape());
   check_border(arguments[6], dims.C);
@@ -84,7 +84,7 @@ void check_tangent(const Value* arguments, Value* result_shapes) {
 }
 
 // (matrices, size, dsize, taps, border_mode, inverse_map)
-void check_cells(const Value* arguments, Value* result_shapes) {
+void check_cells(Value* arguments, Value* result_shapes) {
   const Value& dsize = arguments[2];
   check_size("size", arguments[1]);
   check_size("dsize", dsize);
@@ -101,7 +101,7 @@ const Check kChecksOfDerivatives[] = {{"_warp_perspective_backward", check_backw
 const Contract kContract(R"(
 warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolation="linear",
                  str border_mode="constant", float[1]? border_value=None, bool inverse_map=False,
-                 Tensor? destination=None) -> Tensor
+                 Tensor? destination=None) -> Tensor result
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
   The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
@@ -178,6 +178,7 @@ border_value   As for calcops::warp_perspective.
 inverse_map    As for calcops::warp_perspective.
 tangent        [...]; like warp. Direction in which warp moves.
 result         [...]; like image.
+grad_result    [...]; like image.
 matrices       [N, 3, 3]; float64. The matrices of the cells.
 cells          [...]; float64. Of shape [N, 7 + 2*taps, height*width].
 scale          [N, 1, 1]; float64.

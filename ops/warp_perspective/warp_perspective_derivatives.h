@@ -505,16 +505,13 @@ inline void cells_jvp(const Value*, const Value*, Value*) {}
 
 }  // namespace warp_derivatives
 
-const Derivative kDerivativesOfWarp[] = {{"warp_perspective", warp_derivatives::vjp,
-                                          warp_derivatives::jvp, "destination", Derivative::kNone}};
+const Derivative kDerivativesOfWarp[] = {
+    {"warp_perspective", warp_derivatives::vjp, warp_derivatives::jvp, "destination"}};
 
 const Derivative kDerivativesOfDerivatives[] = {
-    {"_warp_perspective_backward", warp_derivatives::backward_vjp, warp_derivatives::backward_jvp,
-     nullptr, Derivative::kNone},
-    {"_warp_perspective_tangent", warp_derivatives::tangent_vjp, warp_derivatives::tangent_jvp,
-     nullptr, Derivative::kNone},
-    {"_warp_perspective_cells", warp_derivatives::cells_vjp, warp_derivatives::cells_jvp, nullptr,
-     Derivative::kNone},
+    {"_warp_perspective_backward", warp_derivatives::backward_vjp, warp_derivatives::backward_jvp},
+    {"_warp_perspective_tangent", warp_derivatives::tangent_vjp, warp_derivatives::tangent_jvp},
+    {"_warp_perspective_cells", warp_derivatives::cells_vjp, warp_derivatives::cells_jvp},
 };
 
 }  // namespace calcops::ops::warp_perspective

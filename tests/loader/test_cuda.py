@@ -269,6 +269,7 @@ def test_the_toolkit_may_move_and_get_new_times(built):
 # ---- the real nvcc -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
     environment = os.environ | {"CALCOPS_CUDA": "1"}
     environment.pop("TORCH_CUDA_ARCH_LIST", None)
