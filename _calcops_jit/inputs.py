@@ -129,7 +129,8 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     states = {path: state_of(path) for path in read if not has_version(path, request)}
     for path, now in states.items():
         is_known = path in before
-        if before[path] != now if is_known else _is_younger(path, start_ns):
+        # With -flto, the linker also reads temporary files, which are gone.
+        if before[path] != now if is_known else now and _is_younger(path, start_ns):
             states[path] = "changed"
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}

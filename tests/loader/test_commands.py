@@ -2,14 +2,12 @@
 test_processes.py `clean`."""
 
 import re
-import shutil
 
 import pytest
 from checkout import ANSWER, CALL, MAIN, Checkout, with_cpuinfo
 
 
 def test_build_builds_and_where_does_not(checkout):
-    shutil.rmtree(checkout.cache)
     where = checkout.main("where")
     assert where.code == 0
     assert "not built yet" in where.out

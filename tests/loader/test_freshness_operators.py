@@ -88,14 +88,19 @@ def test_every_word_of_the_compiler_command_is_an_input(built):
     assert built.loaded(CXX=commands[2]) == 7
 
 
-def test_without_a_compiler_a_fresh_library_is_used_and_an_edit_is_an_error(built):
-    for variables in {"CXX": "g++-that-was-removed"}, {"CXX": None, "PATH": "/nowhere"}:
-        assert built.answer(**variables) == 1
+def test_without_a_compiler_a_fresh_library_is_used_and_an_edit_is_an_error(built, tmp_path):
+    assert built.answer(CXX=None) == 1
+    assert built.answer(CXX=None, PATH="/nowhere") == 1
+    compiler_link = tmp_path / "my-c++"
+    compiler_link.symlink_to(compiler())
+    assert built.answer(CXX=compiler_link) == 1
+    compiler_link.unlink()
+    assert built.answer(CXX=compiler_link) == 1
     header = built.path / "ops/tiny/tiny.h"
     header.write_text("#define ANSWER 8\n")
-    child = built.run(CXX="g++-that-was-removed")
+    child = built.run(CXX=compiler_link)
     assert child.code == 1
-    assert "g++-that-was-removed" in child.err
+    assert compiler_link.name in child.err
     assert "fix: " in child.err
     header.write_text("#define ANSWER 1\n")
 

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import os
-import shutil
 import subprocess
 import sys
 
@@ -33,7 +32,6 @@ print(events, unwanted, torch.cuda.is_initialized(), threading.active_count())
 
 
 def test_calcops_build_0_imports_without_building_and_an_operator_names_the_command(checkout):
-    shutil.rmtree(checkout.cache)
     script = "import calcops_jit; print('imported'); calcops_jit.force"
     child = checkout.run(script, CALCOPS_BUILD="0")
     assert (child.code, child.out) == (1, "imported\n")
