@@ -67,13 +67,6 @@ def test_derivatives_of_any_order_and_mode_are_right(function, device):
     torch.testing.assert_close(batched, 6 * (3 * x - y))
 
 
-def test_the_backward_operator_gives_both_gradients(example, device):
-    grad = torch.randn(3, device=device)
-    gradX, gradY = example.test_cpp.backward(grad)
-    assert torch.equal(gradX, 3 * grad)
-    assert torch.equal(gradY, -grad)
-
-
 def test_sizes_that_differ_are_refused(function):
     with pytest.raises(RuntimeError, match=r"expected `y` of the size of `x`, \[2\], got \[1\]"):
         function(torch.ones(2), torch.ones(1))

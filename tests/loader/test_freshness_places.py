@@ -53,7 +53,7 @@ def test_a_copied_cache_follows_an_edit_of_two_sources_with_one_base_name(checko
 
 def test_the_flags_of_the_runtime_are_an_input_of_each_library(checkout):
     checkout.put("mine.cpp", "")
-    script = "from _calcops_jit.options import request_for; print(request_for('mine', {!r}).slot)"
+    script = "from _calcops_jit.request import request_for; print(request_for('mine', {!r}).slot)"
     script = script.format(f"{checkout.project}/mine.cpp")
     before = checkout.run(script).out
     text = (checkout.path / "_calcops_jit/request.py").read_text()
@@ -67,24 +67,6 @@ def test_a_flag_with_the_folder_of_the_sources_is_of_that_folder(checkout):
         source = checkout.put(f"{name}/mine.cpp", text)
         flags = [f'-DDATA=\\"{source.parent}/data\\"']
         assert checkout.loaded(sources=[str(source)], extra_cflags=flags) == answer
-
-
-@pytest.mark.parametrize("replaced", ["link", "folder"])
-def test_a_link_or_folder_replaced_during_the_first_build_is_noticed(checkout, replaced):
-    checkout.put("mine.cpp", '#include "config/h.h"\n' + ANSWER.format("return VALUE;"))
-    checkout.put("old/h.h", "#define VALUE 1\n")
-    new = checkout.put("new/h.h", "#define VALUE 2\n").parent
-    config = checkout.project / "config"
-    if replaced == "link":
-        config.symlink_to("old")
-        command = f"ln -sfn new {config}"
-    else:
-        (checkout.project / "old").rename(config)
-        command = f"mv {config} {config}.old; mv {new} {config}"
-    once = f'case "$*" in *mine.cpp*) c++ "$@"; [ -e {config}.done ] || {{ {command}; }}'
-    hook = checkout.hook(f"{once}; touch {config}.done; exit;; esac")
-    assert checkout.loaded(**hook) == 2
-    assert checkout.loaded() == 2
 
 
 @pytest.mark.parametrize("option", ["-D", "-I"])

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 
 import pytest
 from checkout import ANSWER, CONTRACT, Checkout, is_message, wait_for
@@ -138,17 +137,6 @@ import calcops_jit
         line = checkout.run(script).err.splitlines()[-1]
         assert line.startswith("ImportError: calcops_jit: expected Linux on x86-64 or aarch64")
         assert f"{system} on {machine}" in line
-
-
-def test_an_import_from_a_zip_archive_is_refused_with_the_path_of_the_archive(checkout, tmp_path):
-    archive = tmp_path / "app.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        for path in checkout.path.rglob("*.py"):
-            file.write(path, path.relative_to(checkout.path))
-    child = checkout.run(f"import sys; sys.path[0] = {str(archive)!r}\nimport calcops_jit")
-    line = child.err.splitlines()[-1]
-    assert line.startswith("ImportError: calcops_jit: expected files")
-    assert str(archive) in line
 
 
 @pytest.mark.parametrize(

@@ -195,20 +195,3 @@ def test_verbose_prints_the_commands(checkout):
     child = checkout.load(verbose=True)
     assert re.search(r"-c \S*mine\.cpp", child.out + child.err)
     assert Path(checkout.libraries("mine")[0]).exists()
-
-
-@pytest.mark.parametrize("jobs", ["1", "2"])
-@pytest.mark.parametrize("header", ["<calcops/operator.h>", '"calcops/operator.h"'])
-def test_the_runtime_of_contracts_is_compiled_only_for_a_source_that_includes_it(
-    tmp_path, jobs, header
-):
-    """A project may have a link to the header, too."""
-    checkout = Checkout(tmp_path)
-    for part in "runtime", "registry":
-        checkout.write(f"contracts/runtime/{part}.cpp", "// compiles in a moment\n")
-    (checkout.project / "calcops").symlink_to(checkout.path / "contracts/include/calcops")
-    for include, compiled in ("", {"registry"}), (f"#include {header}\n", {"runtime"}):
-        checkout.put("mine.cpp", include + ANSWER.format("return 1;"))
-        assert checkout.loaded(MAX_JOBS=jobs) == 1
-        assert {*re.findall(r"runtime/(\w+)\.cpp", checkout.log.read_text())} == compiled
-        checkout.log.unlink()
