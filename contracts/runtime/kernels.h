@@ -237,7 +237,7 @@ void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const R
     set_tensor(owner.result_lines[r], *x, x->mutable_data_ptr());
   }
   if (kernel.binding.has_workspace) storage.slots[p++] = {};
-  if (kernel.binding.is_cuda) storage.slots[p] = {stream};
+  if (kernel.binding.is_cuda) storage.slots[p] = {stream, nullptr, nullptr, 0, 0};
 }
 
 void run_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Storage& storage) {
