@@ -51,10 +51,7 @@ def test_a_strided_or_expanded_index_gives_the_same_bits(device):
 def test_an_index_of_another_shape_nghost_or_dtype_is_refused(device):
     list_neigh, *values = pairs(device=device)
     index = neighbor_index(list_neigh, 2)
-    message = (
-        r"force(_virial)?: expected `neighbor_index` of shape "
-        r".*neighbor_index\(list_neigh, nghost\)"
-    )
+    message = "force(_virial)?: expected `neighbor_index` of shape"
     for wrong in (
         index[:2],
         index[:, 1:],
