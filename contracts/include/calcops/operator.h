@@ -315,9 +315,9 @@ class Value {
   bool is_readable() const;
   // Whether CALCOPS_CHECK=1, and a tensor's elements can be read and compared now.
   bool wants_checks() const;
-  bool is_cuda() const;  // of a tensor
-  int64_t item() const;  // a tensor's only element, a number, or a flag as 0 or 1
-  double real() const;   // a float
+  bool is_on_cuda() const;  // of a tensor
+  int64_t item() const;     // a tensor's only element, a number, or a flag as 0 or 1
+  double real() const;      // a float
   Value shape() const;
   Value size(int dimension) const;
   Value dtype() const;
