@@ -86,7 +86,8 @@ void read_family(Family& family, const ContractEntry& entry) {
   take_parts(family, entry.derivatives, "derivative", [](Operator& op, const Derivative& part) {
     TORCH_CHECK(!part.unused || op.parsed.argumentIndexWithName(part.unused), "a derivative of ",
                 part.op, " names `", part.unused, "`, which is no argument");
-    return !std::exchange(op.derivatives, std::make_unique<Derivatives>(op, part));
+    return !std::exchange(op.derivatives,
+                          std::make_shared<const Derivatives>(Derivatives{op, part}));
   });
   for (const Operator& op : family.operators)
     for (const int result : op.result_lines)
@@ -144,10 +145,8 @@ void define(torch::Library& m, Operator& op) {
   impl(c10::DispatchKey::CPU, run(&run_on_device<false>));
   impl(c10::DispatchKey::CUDA, run(&run_on_device<true>));
   impl(c10::DispatchKey::Meta, run(&run_on_meta));
-  impl(c10::DispatchKey::FuncTorchBatched, [&op](const auto& handle, auto, auto* stack) {
-    vmap([&op](const Call& call, const SymInt& items) { return vmap_items(op, call, items); },
-         handle, stack);
-  });
+  impl(c10::DispatchKey::FuncTorchBatched,
+       [&op](const auto& handle, auto, auto* stack) { vmap(op, handle, stack); });
   if (op.derivatives)
     impl(c10::DispatchKey::Autograd,
          [derivatives = op.derivatives.get()](const auto& handle, c10::DispatchKeySet keys,
@@ -222,65 +221,7 @@ std::string documentation(const Operator& op) {
   return op.schema.details.empty() ? text : text + '\n' + op.schema.details + '\n';
 }
 
-// Return tensors for the Values that a formula set; undefined ones for false, which are unwanted.
-tensor_list tensors_of(const Operator& op, const std::vector<Value>& values) {
-  tensor_list tensors;
-  for (const Value& value : values) {
-    const IValue& given = ivalue_of(value);
-    TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op.name,
-                ": expected tensors from the formula of its derivative, got a ", given.tagKind());
-    tensors.push_back(tensor_or_none(given));
-  }
-  return tensors;
-}
-
 }  // namespace
-
-void Derivatives::check(const Call& call, size_t argument) const {
-  for (const int result : op_.result_lines)
-    for (const int line : op_.tensors) {
-      const Tensor& x = tensor_or_none(call.arguments[op_.argument[line]]);
-      const auto& lines = op_.family->text.lines;
-      if (lines[line].group != lines[result].group || !x.defined()) continue;
-      TORCH_CHECK(c10::isFloatingType(x.scalar_type()), op_.name, ": expected `", lines[line].name,
-                  "` of a floating dtype where `", op_.schema.arguments[argument].name,
-                  "` has a derivative, got ", x.scalar_type());
-    }
-}
-
-void Derivatives::check_constants(const Call& call, const std::vector<bool>& differentiated,
-                                  const char* what) const {
-  for (size_t i = 0; i < differentiated.size(); ++i) {
-    const int line = op_.lines[i];
-    if (!differentiated[i] || line < 0 || !op_.family->text.lines[line].is_constant) continue;
-    const Tensor& x = call.arguments[i].toTensor();
-    TORCH_CHECK(false, op_.name, ": expected `", op_.schema.arguments[i].name, "` that ", what,
-                ", got ", x.scalar_type(), ' ', x.sym_sizes());
-  }
-}
-
-bool Derivatives::depends_on(size_t argument) const {
-  return !formula_.unused || op_.schema.arguments[argument].name != formula_.unused;
-}
-
-tensor_list Derivatives::vjp(const Call& call, const tensor_list& upstream,
-                             const std::vector<bool>& wanted) const {
-  std::vector<Value> gradients(wanted.size(), value_of(Tensor()));
-  for (size_t i = 0; i < wanted.size(); ++i)
-    if (!wanted[i]) gradients[i] = false;
-  const std::vector<IValue> given(upstream.begin(), upstream.end());
-  formula_.vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());
-  return tensors_of(op_, gradients);
-}
-
-tensor_list Derivatives::jvp(const Call& call, const tensor_list& tangents) const {
-  TORCH_CHECK_NOT_IMPLEMENTED(formula_.jvp, op_.name,
-                              ": its derivative has no formula for forward mode");
-  const std::vector<IValue> given(tangents.begin(), tangents.end());
-  std::vector<Value> results(op_.schema.results.size(), value_of(Tensor()));
-  formula_.jvp(values_of(call.arguments.data()), values_of(given.data()), results.data());
-  return tensors_of(op_, results);
-}
 
 void add_contract(const ContractEntry& contract) {
   contracts_waiting().push_back(contract);

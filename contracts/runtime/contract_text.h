@@ -11,8 +11,6 @@
 #include <cmath>
 #include <cstdint>
 #include <iterator>
-#include <locale>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -64,8 +62,8 @@ struct Bound {
   Compare compare;
   int64_t integer = 0;
   double real = 0;
-  std::string text;   // the number, as written
-  bool whole = true;  // an integer
+  std::string text{};  // the number, as written
+  bool whole = true;   // an integer
 };
 
 // `n*K < 2^32 on CUDA` or `cells >= 1`
@@ -152,15 +150,6 @@ struct Text {
   }
 };
 
-// Return a number such as -1.5 or 1e-3. Unlike std::stod, it does not depend on the locale.
-inline double number_in(const std::string& text) {
-  std::istringstream stream(text);
-  stream.imbue(std::locale::classic());
-  double number = 0;
-  stream >> number;
-  return number;
-}
-
 // An error in a contract.
 struct Mistake : std::runtime_error {
   Mistake(int number, const std::string& what)
@@ -196,8 +185,8 @@ class Reader {
       } else if (is_space(line[0])) {
         fail("expected a schema or the name of an argument at the line's beginning");
       } else {
-        const size_t name_end = line.find_first_not_of(kSchemaName);
-        name_end != std::string::npos&& line[name_end] == '(' ? read_schema() : read_entry();
+        line[std::min(line.find_first_of(" ("), line.size() - 1)] == '(' ? read_schema()
+                                                                         : read_entry();
       }
     }
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
@@ -205,9 +194,6 @@ class Reader {
   }
 
  private:
-  static constexpr const char* kSchemaName =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:";
-
   struct Token {
     enum Kind { kEnd, kName, kNumber, kString, kSign } kind;
     std::string text;
@@ -291,22 +277,8 @@ class Reader {
       return Token{kind, source_.substr(at_, end - at_), at_, end};
     };
     if (at_ == limit_ || (clause_ != std::string::npos && is_stop(at_))) return token(Token::kEnd);
-    const auto digits = [&] {
-      while (end < limit_ && is_digit(source_[end])) ++end;
-    };
     if (is_digit(source_[at_])) {
-      digits();
-      if (source_[end] == '.' && is_digit(source_[end + 1])) {
-        ++end;
-        digits();
-      }
-      if (source_[end] == 'e') {
-        const bool has_sign = source_[end + 1] == '-' || source_[end + 1] == '+';
-        if (is_digit(source_[end + 1 + has_sign])) {
-          end += 1 + has_sign;
-          digits();
-        }
-      }
+      while (is_digit(source_[end]) || (source_[end] == '.' && is_digit(source_[end + 1]))) ++end;
       return token(Token::kNumber);
     }
     if (is_name_part(source_[at_])) {
@@ -368,30 +340,27 @@ class Reader {
     return number;
   }
 
-  // Read a number such as 12, -5, 2^40, 0.5 or 1e-3.
+  // Read a number such as 12, -5, 2^40 or 0.5.
   Bound take_number(Compare compare) {
     Bound number{compare};
     peek();
     const size_t begin = at_;
     const int sign = accept("-") ? -1 : 1;
-    const std::string digits = take(Token::kNumber, "a number");
-    number.whole = digits.find_first_of(".e") == std::string::npos;
-    if (number.whole) {
-      const int64_t base = integer_in(digits);
-      number.integer = base;
-      if (accept("^")) {
-        const int64_t power = integer_in(take(Token::kNumber, "a power"));
-        if (base < 2 || power < 1 || power > 62) fail("a number is too large, or no power of 2");
-        for (int64_t k = 1; k < power; ++k)
-          if (__builtin_mul_overflow(number.integer, base, &number.integer))
-            fail("a number is too large");
-      }
-      number.integer *= sign;
-      number.real = double(number.integer);
-    } else {
-      number.real = sign * number_in(digits);
-      if (!(std::abs(number.real) < 1e300)) fail("a number is too large");
+    std::string digits = take(Token::kNumber, "a number");
+    const size_t point = digits.find('.');
+    number.whole = point == std::string::npos;
+    if (!number.whole) digits.erase(point, 1);
+    const int64_t base = number.integer = integer_in(digits);
+    if (number.whole && accept("^")) {
+      const int64_t power = integer_in(take(Token::kNumber, "a power"));
+      if (base < 2 || power < 1 || power > 62) fail("a number is too large, or no power of 2");
+      for (int64_t k = 1; k < power; ++k)
+        if (__builtin_mul_overflow(number.integer, base, &number.integer))
+          fail("a number is too large");
     }
+    number.integer *= sign;
+    number.real = double(number.integer);
+    if (!number.whole) number.real /= std::pow(10, digits.size() - point);
     number.text = joined(text_from(begin));
     return number;
   }

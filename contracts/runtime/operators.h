@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "autograd.h"
 #include "contract_proofs.h"
 
 namespace calcops {
@@ -68,12 +67,32 @@ bool contains(const std::vector<Item>& list, const Item& item) {
   return std::find(list.begin(), list.end(), item) != list.end();
 }
 
+// An undefined tensor stands for an absent argument or for a derivative that is zero.
+using tensor_list = std::vector<Tensor>;
+
+// One call of an operator.
+struct Call {
+  c10::OperatorHandle op;
+  std::vector<IValue> arguments;  // as many as the schema has
+
+  // Run the call through the dispatcher. So the results are differentiable, and a graph from before
+  // a live reload calls the new kernel.
+  tensor_list run() const {
+    torch::jit::Stack stack = arguments;
+    op.callBoxed(&stack);
+    tensor_list results;
+    for (const IValue& result : stack) results.push_back(tensor_or_none(result));
+    return results;
+  }
+};
+
 struct BoundKernel {
   KernelEntry entry;
   contract::Binding binding;
 };
 
 struct Family;
+struct Derivatives;
 
 struct Operator : contract::Signature {
   Family* family;
@@ -81,7 +100,7 @@ struct Operator : contract::Signature {
   int count = 0;     // of arguments
   Value (*composition)(const Value*) = nullptr;
   void (*check)(Value*, Value*) = nullptr;
-  std::unique_ptr<Derivatives> derivatives{};  // nullptr: it has none
+  std::shared_ptr<const Derivatives> derivatives{};  // nullptr: it has none
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
 

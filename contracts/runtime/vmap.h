@@ -2,6 +2,7 @@
 // otherwise one call for each item.
 #pragma once
 
+#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
@@ -172,6 +173,40 @@ tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items
       }
   }
   return vmap_one_by_one(call, items);
+}
+
+// The kernel of the dispatch key FuncTorchBatched. The batch dimension comes first in every tensor
+// of the calls above.
+void vmap(const Operator& op, const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  Call call{handle, torch::jit::pop(*stack, size_t(op.count))};
+  int64_t level = -1;  // of the innermost vmap
+  for (const IValue& argument : call.arguments)
+    if (const Tensor tensor = tensor_or_none(argument); tensor.defined())
+      if (const auto* batched = at::functorch::maybeGetBatchedImpl(tensor))
+        level = std::max(level, batched->level());
+  // Return a tensor's batch at this level, or nullptr.
+  const auto batch_of = [&](const Tensor& tensor) {
+    const auto* batched = tensor.defined() ? at::functorch::maybeGetBatchedImpl(tensor) : nullptr;
+    return batched && batched->level() == level ? batched : nullptr;
+  };
+
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  c10::SymInt batch = 1;
+  for (const IValue& argument : call.arguments)
+    if (const auto* batched = batch_of(tensor_or_none(argument)))
+      batch = batched->value().sym_size(batched->bdim());
+  for (IValue& argument : call.arguments) {
+    const Tensor tensor = tensor_or_none(argument);
+    if (const auto* batched = batch_of(tensor)) {
+      argument = batched->value().movedim(batched->bdim(), 0);
+    } else if (tensor.defined()) {
+      c10::SymDimVector shape(tensor.sym_sizes());
+      shape.insert(shape.begin(), batch);
+      argument = tensor.unsqueeze(0).expand_symint(shape);
+    }
+  }
+  for (const Tensor& result : vmap_items(op, call, batch))
+    stack->push_back(at::functorch::makeBatched(result, 0, level));
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ COPY = "f(Tensor x) -> Tensor y\nx  [N]; float64.\ny  [N]; like x."
 RIGHT = {
     "a negative range": contract(n="int k", k="-5 to 5."),
     "a decimal bound of a float": contract(n="float t", t="> 0.5."),
-    "a small bound": contract(n="float t", t="> 1.5e-3."),
+    "a small bound": contract(n="float t", t="> 0.0015."),
     "a power": contract(n="int k", k="0 to 10^6."),
     "strings with commas, full stops and semicolons": contract(
         n="str s", s='"a, b", "c; d" or "e. f". Text.'
@@ -61,6 +61,13 @@ RIGHT = {
     ),
     "optional numbers of a composition": "composition f\n"
     "f(Tensor x, int? a, str? b) -> Tensor\nx  [N]; float64.\na  Text.\nb  Text.",
+    "vmap with an optional tensor that cannot be joined": tensors(
+        "f(Tensor x, Tensor? z=None) -> Tensor y",
+        x="[N, M]; float64.",
+        z="[N + M]; like x.",
+        y="[N]; like x.",
+        vmap="joins N",
+    ),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
 }
 
@@ -126,10 +133,10 @@ WRONG = OPTIONAL | {
         "got `where` in `0 where absent`",
     ),
     "an exponent without digits": (contract(n="float t", t="> 1e-."), "got `e` in `> 1e-`"),
-    "a float that is too large": (contract(n="float t", t="< 1e999."), "a number is too large"),
+    "a float that is too large": (contract(n="float t", t="< 1e999."), "got `e999`"),
     "a power of ten in the form of floats for an integer": (
         contract(n="int k", k="0 to 1e6."),
-        "expected integers, got 1e6",
+        "got `e6`",
     ),
     # what a line cannot mean
     "one of some strings": (
@@ -445,6 +452,16 @@ WRONG = OPTIONAL | {
             vmap="joins N",
         ),
         "line 3: `y`: vmap shifts entries, and this result of integers might name",
+    ),
+    "vmap of an optional tensor's entries below a sum": (
+        tensors(
+            "f(Tensor x, Tensor? z=None) -> Tensor y",
+            x="[N, M]; float64.",
+            z="[N]; int64; entries 0 <= j < N + M at row.",
+            y="[N]; like x.",
+            vmap="joins N",
+        ),
+        "vmap cannot shift entries below N + M",
     ),
     "vmap of entries below a sum": (
         tensors(
