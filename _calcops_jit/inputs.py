@@ -128,9 +128,11 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     headers = {path for path in read if has_version(path, request) and path.startswith(TORCH)}
     states = {path: state_of(path) for path in read if not has_version(path, request)}
     for path, now in states.items():
-        is_known = path in before
-        # With -flto, the linker also reads temporary files, which are gone.
-        if before[path] != now if is_known else now and _is_younger(path, start_ns):
+        # Link-time optimisation links temporary files, which are gone.
+        is_changed = now and _is_younger(path, start_ns)
+        if path in before:
+            is_changed = before[path] != now
+        if is_changed:
             states[path] = "changed"
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
