@@ -50,17 +50,7 @@ def test_a_pair_has_the_force_and_virial_computed_by_hand():
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        (0, 5, 2, 7),
-        (3, 0, 2, 7),
-        (3, 0, 0, 7),
-        (3, 5, 2, 0),
-        (0, 0, 0, 0),
-        (1, 1, 0, 1),
-        (1, 1, 3, 1),
-    ],
-    ids=str,
+    "sizes", [(0, 5, 2, 7), (3, 0, 2, 7), (3, 5, 2, 0), (0, 0, 0, 0), (1, 1, 0, 1)], ids=str
 )
 def test_empty_sizes_give_zeros_of_the_right_shape(device, sizes):
     frames, natoms, nghost, neighbors = sizes

@@ -1,7 +1,9 @@
 """calcops/train: the model is the published one, also with splines, tables or float32 nets in the
 place of its nets. Its forces are derivatives of its energy."""
 
+import contextlib
 import copy
+import io
 import re
 
 import numpy as np
@@ -180,6 +182,16 @@ def spline(exact):
 
 
 @pytest.fixture(scope="module")
+def table():
+    """Return a model with tables, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        model = steep().tabulated(1e-6)
+    assert model.spline is None
+    assert model.table is not None
+    return model, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
 def structure():
     types, positions = cluster()
     return torch.from_numpy(types), *host_list(positions, 15)
@@ -240,11 +252,8 @@ def test_frames_in_a_padded_batch_have_the_results_of_single_calls(spline, struc
 
 
 @pytest.mark.parametrize("kind", ["spline", "table"])
-def test_torchscript_and_npz_keep_what_replaces_the_nets(kind, spline, structure, tmp_path):
-    model = spline
-    if kind == "table":
-        model = steep().tabulated(1e-6)
-    assert getattr(model, kind) is not None
+def test_torchscript_and_npz_keep_what_replaces_the_nets(kind, spline, table, structure, tmp_path):
+    model = spline if kind == "spline" else table[0]
     expected = model(*structure)
     save_npz(model, tmp_path / "model.npz")
     again = load_npz(tmp_path / "model.npz").requires_grad_(False)
@@ -252,16 +261,13 @@ def test_torchscript_and_npz_keep_what_replaces_the_nets(kind, spline, structure
         assert all(map(torch.equal, results, expected))
 
 
-def test_steep_nets_get_tables(capsys):
-    model = steep().tabulated(1e-6)
-    printed = capsys.readouterr().out
+def test_steep_nets_get_tables(table):
+    _, printed = table
     assert re.fullmatch(
         r"tabulated: no spline of up to 256 cells, whose error is \S+; "
         r"2 tables in cells of 0.\d+, \S+ MB, error \S+\n",
         printed,
     )
-    assert model.spline is None
-    assert model.table is not None
 
 
 def test_float32_nets_print_their_error_and_keep_it(exact, structure, tmp_path, capsys):

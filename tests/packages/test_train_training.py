@@ -188,10 +188,11 @@ def test_a_compiled_step_has_the_same_gradients(frames):
 
 def test_frames_of_the_script_are_those_that_the_settings_name(tmp_path, monkeypatch):
     calls = []
+    image = generate(NAME, 1, 1, 0, copies=1)
 
     def generate_few(name, trajectories, samples, seed):
         calls.append((name, trajectories, samples, seed))
-        return generate(name, 1, 1, seed, copies=1)
+        return image
 
     monkeypatch.setattr(make_frames, "generate", generate_few)
     monkeypatch.chdir(tmp_path)
