@@ -25,10 +25,10 @@ def force(
                  atom, 1/length.
     nghost       0 to 2^40. Number of ghost atoms.
     neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
-                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a search for
-                 the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
-                 with and without it. With the index of another list, forces are wrong on CUDA. With
-                 CALCOPS_CHECK=1 it is an error on either device.
+                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
+                 search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
+                 for bit with and without it. With the index of another list, forces are wrong on CUDA.
+                 With CALCOPS_CHECK=1 it is an error on either device.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -70,10 +70,10 @@ def force_virial(
     Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
     nghost       0 to 2^40. Number of ghost atoms.
     neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
-                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a search for
-                 the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
-                 with and without it. With the index of another list, forces are wrong on CUDA. With
-                 CALCOPS_CHECK=1 it is an error on either device.
+                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
+                 search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
+                 for bit with and without it. With the index of another list, forces are wrong on CUDA.
+                 With CALCOPS_CHECK=1 it is an error on either device.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -153,10 +153,10 @@ def edge_force(
                    transposed, is not copied on the CPU.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
     edge_order     [natoms + 2E]; int32; E < 2^30.
-                   The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
-                   With the edge_order of another graph, forces are wrong on CUDA. With
-                   CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
-                   calcops::edge_order.
+                   The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
+                   itself. CPU kernels ignore this argument. With the edge_order of another graph,
+                   forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+                   E must be below 2^30, as for calcops::edge_order.
 
     Returns
     force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -197,10 +197,10 @@ def edge_force_virial(
                    its items to one call where batch is given, for example as zeros.
     nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
     edge_order     [natoms + 2E]; int32; E < 2^30.
-                   The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
-                   With the edge_order of another graph, forces are wrong on CUDA. With
-                   CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
-                   calcops::edge_order.
+                   The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
+                   itself. CPU kernels ignore this argument. With the edge_order of another graph,
+                   forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+                   E must be below 2^30, as for calcops::edge_order.
 
     Returns
     force          [natoms, 3]; like edge_gradient. Energy/length.

@@ -161,7 +161,8 @@ neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
 _force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost,
               bool center=True, bool[3] output_mask=[True, True, True], *,
               Tensor? neighbor_index=None) -> (Tensor force, Tensor virial, Tensor atom_virial)
-  Force, virial and per-atom virial, or the force alone. Without `center`, atoms receive no force from their own rows.
+  Force, virial and per-atom virial, or the force alone. Without `center`, atoms receive no force
+  from their own rows.
 
 _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial,
                        Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost,
@@ -182,10 +183,10 @@ Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i 
 Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
 neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
-             The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a search for
-             the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
-             with and without it. With the index of another list, forces are wrong on CUDA. With
-             CALCOPS_CHECK=1 it is an error on either device.
+             The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
+             search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
+             for bit with and without it. With the index of another list, forces are wrong on CUDA.
+             With CALCOPS_CHECK=1 it is an error on either device.
 center       Whether atoms receive force from their own rows.
 force        [B, n + nghost, 3]; like dE. Energy/length.
 virial       [B, 3, 3]; like dE. Energy.

@@ -125,7 +125,8 @@ const Derivative kDerivatives[] = {{"tabulated_sum", vjp, jvp},
 // ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
-tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid, SymInt order=0) -> Tensor result
+tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid,
+              SymInt order=0) -> Tensor result
   Sums over neighbours of tabulated functions, such as compressed embedding nets.
 
   Each kind of neighbour has M functions g_m, which are piecewise polynomials of degree 5. Outside
