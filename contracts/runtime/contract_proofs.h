@@ -387,15 +387,15 @@ class Prover {
         is_result |= !op.is_composition && op.is_result(int(i));
         may_be_absent |= op.has(int(i)) && op.at_line(int(i)).optional;
       }
-      // With an optional tensor that cannot be joined, a call is made for each item.
-      if (!line.is_tensor() || (may_be_absent && !is_result)) continue;
+      if (!line.is_tensor()) continue;
       const int d = line.any_shape ? -1 : joined_dimension(line.shapes[0]);
       if (d < 0 && is_result) fail(line, "vmap joins none of its dimensions");
       for (const Shape& shape : line.shapes) {
         if (joined_dimension(shape) != d)
           fail(line, "vmap joins another dimension in another shape");
         for (size_t k = 0; k < shape.size(); ++k)
-          if (int(k) != d && (sizes_of(shape[k]) & joined))
+          // Where an optional tensor such as [N + M] is given, a call is made for each item.
+          if (int(k) != d && (sizes_of(shape[k]) & joined) && !(d < 0 && may_be_absent))
             fail(line, "vmap can join one dimension, which is one size");
       }
       if (line.has_entries && (sizes_of(line.entries.below) & joined) &&

@@ -291,25 +291,22 @@ void push_results(const Operator& op, Results& results, torch::jit::Stack* stack
   } catch (const c10::Error& error) {
     if (!std::strstr(error.what_without_backtrace(), "can't allocate memory")) throw;
   }
-  const Line* largest = nullptr;
+  int largest = -1;
   int64_t most = -1;
-  const auto compare = [&](const Line& line, const SymInt& number) {
-    const int64_t size = value_or_zero(number);
-    if (size <= most) return;
-    most = size;
-    largest = &line;
-  };
-  const auto& lines = op.family->text.lines;
-  for (size_t i = 0; i < lines.size(); ++i) {
-    if (!op.has(int(i))) continue;
-    const IValue& value = stack[op.argument[i]];
-    if (op.at_line(int(i)).kind == contract::Kind::kInt) compare(lines[i], value.toSymInt());
-    if (op.at_line(int(i)).kind == contract::Kind::kInts && value.isList())
-      for (const SymInt& size : value.toSymIntVector()) compare(lines[i], size);
+  for (int i = 0; i < op.count; ++i) {
+    const contract::Kind kind = op.schema.arguments[i].kind;
+    std::vector<SymInt> numbers;
+    if (kind == contract::Kind::kInt) numbers = {stack[i].toSymInt()};
+    if (kind == contract::Kind::kInts && stack[i].isList()) numbers = stack[i].toSymIntVector();
+    for (const SymInt& number : numbers)
+      if (value_or_zero(number) > most) {
+        most = value_or_zero(number);
+        largest = i;
+      }
   }
-  TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
-  TORCH_CHECK(false, op.name, ": expected `", largest->name, "` for which memory suffices, got ",
-              stack[op.argument[largest - lines.data()]]);
+  TORCH_CHECK(largest >= 0, op.name, ": expected arguments for which memory suffices");
+  TORCH_CHECK(false, op.name, ": expected `", op.schema.arguments[largest].name,
+              "` for which memory suffices, got ", stack[largest]);
 }
 
 // The kernel of the dispatch key CPU or CUDA, for all operators.

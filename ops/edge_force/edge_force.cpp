@@ -100,7 +100,7 @@ template <const EdgePlaces& op>
 void make_order(Value* arguments, Value*) {
   const Value &edge_index = arguments[op.other[0]], &natoms = arguments[op.other[1]];
   Value& order = arguments[op.other[4]];
-  if (order.is_none() && edge_index.is_cuda())
+  if (order.is_none() && edge_index.is_on_cuda())
     order = Value::call("edge_order", edge_index, natoms);
   else if (!order.is_none() && order.wants_checks() &&
            !Value::call("aten::equal", order, Value::call("edge_order", edge_index, natoms)).item())

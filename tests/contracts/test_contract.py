@@ -250,7 +250,7 @@ MISTAKES = {
     "a float as the default of an int": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x, int k=.5) -> Tensor y\nk  >= 0.\n",
-        "line 2: `doubled`: the default .5 of `k` is no int",
+        "line 2: `doubled`: the default of `k` is no int",
     ),
     "two checks of an operator": (')");', ')", checks);', "two checks of doubled"),
     "an operator in two contracts": (

@@ -61,6 +61,13 @@ RIGHT = {
     ),
     "optional numbers of a composition": "composition f\n"
     "f(Tensor x, int? a, str? b) -> Tensor\nx  [N]; float64.\na  Text.\nb  Text.",
+    "vmap with an optional tensor that cannot be joined": tensors(
+        "f(Tensor x, Tensor? z=None) -> Tensor y",
+        x="[N, M]; float64.",
+        z="[N + M]; like x.",
+        y="[N]; like x.",
+        vmap="joins N",
+    ),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
 }
 
@@ -445,6 +452,16 @@ WRONG = OPTIONAL | {
             vmap="joins N",
         ),
         "line 3: `y`: vmap shifts entries, and this result of integers might name",
+    ),
+    "vmap of an optional tensor's entries below a sum": (
+        tensors(
+            "f(Tensor x, Tensor? z=None) -> Tensor y",
+            x="[N, M]; float64.",
+            z="[N]; int64; entries 0 <= j < N + M at row.",
+            y="[N]; like x.",
+            vmap="joins N",
+        ),
+        "vmap cannot shift entries below N + M",
     ),
     "vmap of entries below a sum": (
         tensors(

@@ -284,7 +284,7 @@ def test_more_than_2_to_the_40_ghosts_are_an_error_that_names_their_number(nghos
 def test_without_cuda_kernels_an_error_says_why_the_library_has_none(op):
     list_neigh, dE, Ri_d, _ = pairs()
     overload = getattr(torch.ops.calcops, op).default
-    options = [2] if op == "force" else [None, 2, True]
+    options = [2] if op == "force" else [None, 2, True, [True, False, False]]
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(RuntimeError, match=f"^calcops::{op}: built without CUDA because .+; .+"):
         overload.redispatch(cuda, list_neigh, dE, Ri_d, *options)

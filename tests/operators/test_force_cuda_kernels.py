@@ -61,7 +61,7 @@ def test_forces_and_virials_are_those_of_the_cpu(kernels, size, dtype, index):
     slots = neighbor_index(list_neigh, nghost)
     same_bits(kernels(ops.force_virial, list_neigh, *values, nghost, neighbor_index=slots), results)
     assert_close(kernels(ops.force, list_neigh, *values[:2], nghost), expected[:1])
-    without_center = list_neigh, *values[:2], None, nghost, False
+    without_center = list_neigh, *values[:2], None, nghost, False, [True, False, False]
     assert_close(kernels(ops._force_virial, *without_center), ops._force_virial(*without_center))
 
 

@@ -51,10 +51,7 @@ def test_a_strided_or_expanded_index_gives_the_same_bits(device):
 def test_an_index_of_another_shape_or_nghost_is_refused(device):
     list_neigh, *values = pairs(device=device)
     index = neighbor_index(list_neigh, 2)
-    message = (
-        r"force(_virial)?: expected `neighbor_index` of shape "
-        r".*neighbor_index\(list_neigh, nghost\)"
-    )
+    message = "force(_virial)?: expected `neighbor_index` of shape"
     for wrong in (index[:2], index[:, 1:], neighbor_index(list_neigh, 3)):
         with pytest.raises(RuntimeError, match=message):
             force_virial(list_neigh, *values, 2, neighbor_index=wrong)

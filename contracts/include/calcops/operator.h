@@ -1,31 +1,8 @@
-// What the source of an operator includes. An operator is a contract and kernels:
-//
-//   #include <calcops/operator.h>
-//
-//   const calcops::Contract contract(R"(
-//   weighted_sum(Tensor x, Tensor w) -> Tensor sum
-//     Sum of each row, weighted.
-//   x    [N, K]; float32 or float64.
-//   w    [K]; like x.
-//   sum  [N]; like x.
-//   )");
-//
-//   template <class Real>
-//   void weighted_sum(calcops::View<const Real, 2> x, calcops::View<const Real, 1> w,
-//                     calcops::View<Real, 1> sum) {
-//     for (int64_t i = 0; i < x.shape[0]; ++i) {
-//       double total = 0;
-//       for (int64_t k = 0; k < x.shape[1]; ++k) total += x(i, k) * w(k);
-//       sum(i) = total;
-//     }
-//   }
-//   const calcops::Kernel cpu("weighted_sum", weighted_sum<float>, weighted_sum<double>);
-//
-// A contract is text. The runtime reads it once and registers the operator for all devices,
-// derivatives and vmap. It checks every call against the contract and allocates the results.
-// A kernel is a function of the schema's arguments and then the results. Of several kernels, the
-// one with the call's number types runs. Neither this header nor a kernel includes PyTorch's
-// headers. contracts/README.md describes the language of contracts.
+// What the source of an operator includes. An operator is a contract, which is text, and kernels,
+// which are functions of the schema's arguments and then the results. The runtime reads the
+// contract once and registers the operator for all devices, derivatives and vmap. It checks every
+// call against the contract, allocates the results and runs the kernel for the call's number types.
+// Neither this header nor a kernel includes PyTorch's headers. contracts/README.md has examples.
 #pragma once
 
 #include <cstdint>
@@ -338,9 +315,9 @@ class Value {
   bool is_readable() const;
   // Whether CALCOPS_CHECK=1, and a tensor's elements can be read and compared now.
   bool wants_checks() const;
-  bool is_cuda() const;  // of a tensor
-  int64_t item() const;  // a tensor's only element, a number, or a flag as 0 or 1
-  double real() const;   // a float
+  bool is_on_cuda() const;  // of a tensor
+  int64_t item() const;     // a tensor's only element, a number, or a flag as 0 or 1
+  double real() const;      // a float
   Value shape() const;
   Value size(int dimension) const;
   Value dtype() const;

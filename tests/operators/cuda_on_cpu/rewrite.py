@@ -126,8 +126,8 @@ def write_checkout(folder):
     headers = contracts / "include"
     stream = "get && get(device.index(), &stream) == 0"
     of_emulation = "(stream = cuda_on_cpu::current_stream(), true || get(device.index(), nullptr))"
-    if (runtime / "kernels.h").read_text().count(stream) != 1:
-        raise ValueError(f"cuda_on_cpu: kernels.h does not have {stream!r} once")
+    if (runtime / "checked.h").read_text().count(stream) != 1:
+        raise ValueError(f"cuda_on_cpu: checked.h does not have {stream!r} once")
     for path in [*runtime.iterdir(), *headers.glob("calcops/*.h")]:
         path.write_text(host(path.read_text().replace(stream, of_emulation)))
     ops = folder / "ops"
