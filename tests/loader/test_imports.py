@@ -63,7 +63,7 @@ print(ctypes.CDLL(calcops_jit.load('mine', 'mine.cpp').path).answer())
 def test_an_operator_is_the_torch_ops_handle_documented_by_its_contract(tmp_path):
     checkout = Checkout(tmp_path, has_runtime=True)
     text = CONTRACT.format(name="twice", factor=2)
-    text = text.replace("-> Tensor\n", "-> Tensor\n  Twice its argument.\n")
+    text = text.replace("-> Tensor y\n", "-> Tensor y\n  Twice its argument.\n")
     private = CONTRACT.format(name="_hidden", factor=2).partition("operator.h>")[2]
     private = private.replace("cpu(", "hidden_cpu(").replace("contract(", "hidden_contract(")
     checkout.write("ops/tiny/tiny.cpp", text + private)
@@ -83,7 +83,7 @@ calcops_jit.thrice
         assert child.out.splitlines() == [
             "True [2.0, 2.0]",
             str(public),
-            "calcops::twice(Tensor x) -> Tensor (x)",
+            "calcops::twice(Tensor x) -> Tensor y (x)",
         ], child.err
         error = child.err.partition("AttributeError: ")[2]
         assert "'thrice'" in error
