@@ -74,27 +74,26 @@ void check_backward(const Value* arguments, Value*) {
   check_shape("grad_result", grad, "of shape", dims.shape(grad.size(-2), grad.size(-1)));
 }
 
-// (tangent, image, warp, dsize, interpolation, border_mode, border_value, inverse_map)
-void check_tangent(const Value* arguments, Value* result_shapes) {
-  const Dimensions dims(arguments[1], arguments[2]);
-  check_shape("tangent", arguments[0], "of the shape of `warp`,", arguments[2].shape());
-  check_border(arguments[6], dims.C);
-  check_size("dsize", arguments[3]);
-  result_shapes[0] = dims.shape(arguments[3][0], arguments[3][1]);
+// (pixels, warp, dsize, interpolation, border_mode, border_value, inverse_map, order_x, order_y)
+void check_slope(const Value* arguments, Value* result_shapes) {
+  const Dimensions dims(arguments[0], arguments[1]);
+  check_border(arguments[5], dims.C);
+  check_size("dsize", arguments[2]);
+  result_shapes[0] = dims.shape(arguments[2][0], arguments[2][1]);
 }
 
 // (matrices, size, dsize, taps, border_mode, inverse_map)
-void check_cells(const Value* arguments, Value* result_shapes) {
+void check_sources(const Value* arguments, Value* result_shapes) {
   const Value& dsize = arguments[2];
   check_size("size", arguments[1]);
   check_size("dsize", dsize);
-  result_shapes[0] = Value::list(arguments[0].size(0), arguments[3] * 2 + 7, dsize[0] * dsize[1]);
+  result_shapes[0] = Value::list(arguments[0].size(0), 3, dsize[0] * dsize[1]);
 }
 
 const Check kChecks[] = {{"warp_perspective", check}};
 const Check kChecksOfDerivatives[] = {{"_warp_perspective_backward", check_backward},
-                                      {"_warp_perspective_tangent", check_tangent},
-                                      {"_warp_perspective_cells", check_cells}};
+                                      {"_warp_perspective_slope", check_slope},
+                                      {"_warp_perspective_sources", check_sources}};
 
 // ---- the contracts ------------------------------------------------------------------------------
 
@@ -152,22 +151,25 @@ result         [...]; like image. Of shape [N, C, height, width], [C, height, wi
 const Contract kDerivativesContract(R"(
 _warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str interpolation,
                            str border_mode, float[1]? border_value, bool inverse_map,
+                           int order_x, int order_y,
                            bool[2] output_mask) -> (Tensor image, Tensor warp)
-  Gradients for image and warp, from that for the result. A gradient that is not wanted has no
-  elements.
+  Gradients for image and warp, from that for the result or for its slope. A gradient that is not
+  wanted has no elements.
 
-_warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] dsize,
-                          str interpolation, str border_mode, float[]? border_value,
-                          bool inverse_map) -> Tensor result
-  Derivative of the result along a tangent of warp.
+_warp_perspective_slope(Tensor pixels, Tensor warp, SymInt[2] dsize, str interpolation,
+                        str border_mode, float[]? border_value, bool inverse_map, int order_x,
+                        int order_y) -> Tensor slope
+  Derivative of each pixel of the result for the position in the image. A pixel without a source
+  is 0.
 
-_warp_perspective_cells(Tensor matrices, SymInt[2] size, SymInt[2] dsize, SymInt taps,
-                        str border_mode, bool inverse_map) -> (Tensor cells, Tensor scale)
-  The source and the taps of each pixel of the result, as numbers in the order of CellNumber
-  (warp_perspective.h). `scale` is the factor by which the kernels multiply a matrix, or 0 if no
-  pixel has a source.
+_warp_perspective_sources(Tensor matrices, SymInt[2] size, SymInt[2] dsize, SymInt taps,
+                          str border_mode, bool inverse_map) -> (Tensor sources, Tensor scale)
+  The source (x, y, W) of each pixel of the result (warp_perspective.h), or zeros if it has none.
+  `scale` is the factor by which the kernels multiply a matrix, or 0 if no pixel has a source.
 
+grad_result    [...]; like image. The gradient of the result, or of its slope.
 image          [...]; float16, bfloat16, float32 or float64.
+pixels         [...]; float64. The image.
 warp           [...]; float32 or float64 read as float64.
 size           Size of the image, (H, W).
 dsize          Size of the result, (height, width).
@@ -176,10 +178,11 @@ interpolation  "linear", "cubic" or "nearest".
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent".
 border_value   As for calcops::warp_perspective.
 inverse_map    As for calcops::warp_perspective.
-tangent        [...]; like warp. Direction in which warp moves.
-result         [...]; like image.
-matrices       [N, 3, 3]; float64. The matrices of the cells.
-cells          [...]; float64. Of shape [N, 7 + 2*taps, height*width].
+order_x        0 to 1000. How often the result is differentiated for x.
+order_y        0 to 1000. How often it is differentiated for y.
+slope          [...]; float64.
+matrices       [N, 3, 3]; float64. The matrices of the sources.
+sources        [...]; float64. Of shape [N, 3, height*width].
 scale          [N, 1, 1]; float64.
 )",
                                     kDerivativesOfDerivatives, kChecksOfDerivatives);
@@ -200,13 +203,15 @@ struct Inputs {
   WarpInputs<Pixel> in;
 
   Inputs(Image<Pixel> image, Matrices warp, Interpolation interpolation, Border border_mode,
-         Floats values, bool inverse_map, const int64_t* out_shape)
+         Floats values, bool inverse_map, const int64_t* out_shape, int64_t order_x = 0,
+         int64_t order_y = 0)
       : border_value(image.shape[1], values.size == 1 ? values.data[0] : 0) {
     if (values.size > 1) std::copy_n(values.data, values.size, border_value.begin());
     const auto [image_batch, channels, height, width] = image.shape;
     const int64_t batch = image_batch == 1 ? warp.shape[0] : image_batch;
-    in.sizes = {batch,        image_batch,  warp.shape[0], channels,      height,     width,
-                out_shape[2], out_shape[3], border_mode,   interpolation, inverse_map};
+    in.sizes = {batch,       image_batch,  warp.shape[0], channels,    height,
+                width,       out_shape[2], out_shape[3],  border_mode, interpolation,
+                inverse_map, int(order_x), int(order_y)};
     in.image = image.data;
     std::copy_n(image.stride, 4, in.image_stride);
     in.warp = warp.data;
@@ -231,23 +236,23 @@ void cpu(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation, 
 template <class Real>
 void backward_cpu(View<const Real, 4> grad, Image<Real> image, Matrices warp,
                   Interpolation interpolation, Border border_mode, Floats border_value,
-                  bool inverse_map, View<Real, 4> grad_image, View<double, 3> grad_warp) {
+                  bool inverse_map, int64_t order_x, int64_t order_y, View<Real, 4> grad_image,
+                  View<double, 3> grad_warp) {
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            grad.shape);
+                            grad.shape, order_x, order_y);
   warp_perspective_backward_cpu<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data});
 }
 
-template <class Real>
-void tangent_cpu(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
-                 Interpolation interpolation, Border border_mode, Floats border_value,
-                 bool inverse_map, View<Real, 4> out) {
-  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            out.shape);
-  warp_perspective_tangent_cpu<Real>(inputs.in, {tangent.data, out.data});
+void slope_cpu(Image<double> image, Matrices warp, Sizes, Interpolation interpolation,
+               Border border_mode, Floats border_value, bool inverse_map, int64_t order_x,
+               int64_t order_y, View<double, 4> out) {
+  const Inputs<double> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                              out.shape, order_x, order_y);
+  warp_perspective_slope_cpu(inputs.in, out.data);
 }
 
-WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-                     bool inverse_map) {
+WarpSizes source_sizes(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
+                       bool inverse_map) {
   const int64_t count = warp.shape[0];
   const Interpolation interpolation = taps == 4 ? Interpolation::kCubic : Interpolation::kLinear;
   return {count,         1,
@@ -258,17 +263,17 @@ WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Borde
           inverse_map};
 }
 
-void cells_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-               bool inverse_map, View<double, 3> cells, View<double, 3> scale) {
-  const WarpSizes sizes = cell_sizes(warp, size, dsize, taps, border_mode, inverse_map);
-  warp_perspective_cells_cpu(sizes, warp.data, cells.data, scale.data);
+void sources_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
+                 bool inverse_map, View<double, 3> sources, View<double, 3> scale) {
+  const WarpSizes sizes = source_sizes(warp, size, dsize, taps, border_mode, inverse_map);
+  warp_perspective_sources_cpu(sizes, warp.data, sources.data, scale.data);
 }
 
 const Kernel kCpu("warp_perspective", cpu<uint8_t>, cpu<uint16_t>, cpu<int16_t>, cpu<Float16>,
                   cpu<BFloat16>, cpu<float>, cpu<double>);
 const Kernel kBackwardCpu("_warp_perspective_backward", backward_cpu<float>, backward_cpu<double>);
-const Kernel kTangentCpu("_warp_perspective_tangent", tangent_cpu<float>, tangent_cpu<double>);
-const Kernel kCellsCpu("_warp_perspective_cells", cells_cpu);
+const Kernel kSlopeCpu("_warp_perspective_slope", slope_cpu);
+const Kernel kSourcesCpu("_warp_perspective_sources", sources_cpu);
 
 #ifndef CALCOPS_NO_CUDA
 template <class Pixel>
@@ -289,10 +294,11 @@ cudaError_t cuda(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpo
 template <class Real>
 cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices warp,
                           Interpolation interpolation, Border border_mode, Floats border_value,
-                          bool inverse_map, View<Real, 4> grad_image, View<double, 3> grad_warp,
-                          Workspace& workspace, cudaStream_t stream) {
+                          bool inverse_map, int64_t order_x, int64_t order_y,
+                          View<Real, 4> grad_image, View<double, 3> grad_warp, Workspace& workspace,
+                          cudaStream_t stream) {
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            grad.shape);
+                            grad.shape, order_x, order_y);
   if (!workspace.data) {
     workspace.bytes = warp_perspective_backward_cuda_workspace(inputs.in.sizes);
     return cudaSuccess;
@@ -301,28 +307,27 @@ cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices 
       inputs.in, {grad.data, grad_image.data, grad_warp.data}, workspace.data, stream);
 }
 
-template <class Real>
-cudaError_t tangent_cuda(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
-                         Interpolation interpolation, Border border_mode, Floats border_value,
-                         bool inverse_map, View<Real, 4> out, cudaStream_t stream) {
-  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            out.shape);
-  return warp_perspective_tangent_cuda<Real>(inputs.in, {tangent.data, out.data}, stream);
+cudaError_t slope_cuda(Image<double> image, Matrices warp, Sizes, Interpolation interpolation,
+                       Border border_mode, Floats border_value, bool inverse_map, int64_t order_x,
+                       int64_t order_y, View<double, 4> out, cudaStream_t stream) {
+  const Inputs<double> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                              out.shape, order_x, order_y);
+  return warp_perspective_slope_cuda(inputs.in, out.data, stream);
 }
 
-cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-                       bool inverse_map, View<double, 3> cells, View<double, 3> scale,
-                       cudaStream_t stream) {
-  const WarpSizes sizes = cell_sizes(warp, size, dsize, taps, border_mode, inverse_map);
-  return warp_perspective_cells_cuda(sizes, warp.data, cells.data, scale.data, stream);
+cudaError_t sources_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
+                         bool inverse_map, View<double, 3> sources, View<double, 3> scale,
+                         cudaStream_t stream) {
+  const WarpSizes sizes = source_sizes(warp, size, dsize, taps, border_mode, inverse_map);
+  return warp_perspective_sources_cuda(sizes, warp.data, sources.data, scale.data, stream);
 }
 
 const Kernel kCuda("warp_perspective", cuda<uint8_t>, cuda<uint16_t>, cuda<int16_t>, cuda<Float16>,
                    cuda<BFloat16>, cuda<float>, cuda<double>);
 const Kernel kBackwardCuda("_warp_perspective_backward", backward_cuda<float>,
                            backward_cuda<double>);
-const Kernel kTangentCuda("_warp_perspective_tangent", tangent_cuda<float>, tangent_cuda<double>);
-const Kernel kCellsCuda("_warp_perspective_cells", cells_cuda);
+const Kernel kSlopeCuda("_warp_perspective_slope", slope_cuda);
+const Kernel kSourcesCuda("_warp_perspective_sources", sources_cuda);
 #endif
 
 }  // namespace

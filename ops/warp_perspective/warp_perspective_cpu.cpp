@@ -1,4 +1,4 @@
-// CPU kernels of warp_perspective: the result, and its cells.
+// CPU kernels of warp_perspective: the result, and its sources.
 #if defined(__AVX512VBMI__) && !defined(__clang__)
 #include <immintrin.h>
 #define WARP_WINDOWS
@@ -26,11 +26,12 @@ template <class Pixel, class Weight>
                              const Weight* weight_y, int64_t count, Pixel* out) {
   using Real = Number<Pixel>;
   for (int64_t i = 0; i < count; ++i) {
-    const Real x = static_cast<Real>(weight_x[i]), y = static_cast<Real>(weight_y[i]), zero = 0;
-    const Real a = pairs.above[2 * i], c = pairs.below[2 * i];
-    const Real b = pairs.above[2 * i + 1], d = pairs.below[2 * i + 1];
-    out[i] = to_pixel<Pixel>(
-        interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, ((x > 0) & (y > 0)) ? d : zero, x, y));
+    const Real tap[2][2] = {{Real(pairs.above[2 * i]), Real(pairs.above[2 * i + 1])},
+                            {Real(pairs.below[2 * i]), Real(pairs.below[2 * i + 1])}};
+    Real x[2], y[2];
+    weights_of(static_cast<Real>(weight_x[i]), 0, x);
+    weights_of(static_cast<Real>(weight_y[i]), 0, y);
+    out[i] = to_pixel<Pixel>(sum_taps(tap, x, y));
   }
 }
 
@@ -222,8 +223,8 @@ template <class Pixel, class Fraction>
   Real of_x[1][4][kTileWidth], of_y[1][4][kTileWidth], sums[1][kTileWidth];
   for (int64_t i = 0; i < count; ++i) {
     Real x[4], y[4];
-    round_weights(fraction_x[i], x);
-    round_weights(fraction_y[i], y);
+    round_weights(fraction_x[i], 0, x);
+    round_weights(fraction_y[i], 0, y);
     for (int k = 0; k < 4; ++k) {
       of_x[0][k][i] = x[k];
       of_y[0][k][i] = y[k];
@@ -408,17 +409,18 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   });
 }
 
-void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
-                                double* scale) {
+void warp_perspective_sources_cpu(const WarpSizes& sizes, const double* warp, double* sources,
+                                  double* scale) {
   const int64_t pixels = sizes.out_height * sizes.out_width;
-  const auto store = sizes.interpolation == Interpolation::kCubic ? store_cell<4> : store_cell<2>;
+  const auto store =
+      sizes.interpolation == Interpolation::kCubic ? store_source<4> : store_source<2>;
   for (int64_t i = 0; i < sizes.warp_batch; ++i) {
     const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
     scale[i] = map.valid ? map.scale : 0;
     parallel_for(pixels, 4096, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p)
         store(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
-              cells + i * cell_numbers(sizes.interpolation) * pixels + p);
+              sources + 3 * i * pixels + p);
     });
   }
 }
