@@ -4,7 +4,6 @@
 #include <calcops/operator.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -82,7 +81,7 @@ void check_slope(const Value* arguments, Value* result_shapes) {
   result_shapes[0] = dims.shape(arguments[2][0], arguments[2][1]);
 }
 
-// (matrices, size, dsize, taps, border_mode, inverse_map)
+// (matrices, size, dsize, interpolation, border_mode, inverse_map)
 void check_sources(const Value* arguments, Value* result_shapes) {
   const Value& dsize = arguments[2];
   check_size("size", arguments[1]);
@@ -162,7 +161,7 @@ _warp_perspective_slope(Tensor pixels, Tensor warp, SymInt[2] dsize, str interpo
   Derivative of each pixel of the result for the position in the image. A pixel without a source
   is 0.
 
-_warp_perspective_sources(Tensor matrices, SymInt[2] size, SymInt[2] dsize, SymInt taps,
+_warp_perspective_sources(Tensor matrices, SymInt[2] size, SymInt[2] dsize, str interpolation,
                           str border_mode, bool inverse_map) -> (Tensor sources, Tensor scale)
   The source (x, y, W) of each pixel of the result (warp_perspective.h), or zeros if it has none.
   `scale` is the factor by which the kernels multiply a matrix, or 0 if no pixel has a source.
@@ -173,7 +172,6 @@ pixels         [...]; float64. The image.
 warp           [...]; float32 or float64 read as float64.
 size           Size of the image, (H, W).
 dsize          Size of the result, (height, width).
-taps           2 to 4. Number of taps along an axis: 4 if cubic, else 2.
 interpolation  "linear", "cubic" or "nearest".
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent".
 border_value   As for calcops::warp_perspective.
@@ -219,18 +217,37 @@ struct Inputs {
   }
 };
 
-int64_t bytes_of(const int64_t* shape, size_t pixel_bytes) {
-  return shape[0] * shape[1] * shape[2] * shape[3] * int64_t(pixel_bytes);
-}
-
-template <class Pixel>
-void cpu(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation, Border border_mode,
-         Floats border_value, bool inverse_map, View<const Pixel, 4> destination,
-         View<Pixel, 4> out) {
+// A kernel for CUDA has a stream as its last argument, one for the CPU has none.
+template <class Pixel, class... Stream>
+auto forward(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation,
+             Border border_mode, Floats border_value, bool inverse_map,
+             View<const Pixel, 4> destination, View<Pixel, 4> out, Stream... stream) {
   const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                              out.shape);
-  if (destination) std::memcpy(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)));
-  warp_perspective_cpu(inputs.in, out.data);
+  return warp_perspective(inputs.in, destination.data, out.data, stream...);
+}
+
+template <class... Stream>
+auto slope(Image<double> image, Matrices warp, Sizes, Interpolation interpolation,
+           Border border_mode, Floats border_value, bool inverse_map, int64_t order_x,
+           int64_t order_y, View<double, 4> out, Stream... stream) {
+  const Inputs<double> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                              out.shape, order_x, order_y);
+  return warp_perspective_slope(inputs.in, out.data, stream...);
+}
+
+template <class... Stream>
+auto sources(Matrices warp, Sizes size, Sizes dsize, Interpolation interpolation,
+             Border border_mode, bool inverse_map, View<double, 3> sources, View<double, 3> scale,
+             Stream... stream) {
+  const int64_t count = warp.shape[0];
+  const WarpSizes sizes{count,         1,
+                        count,         1,
+                        size.data[0],  size.data[1],
+                        dsize.data[0], dsize.data[1],
+                        border_mode,   interpolation,
+                        inverse_map};
+  return warp_perspective_sources(sizes, warp.data, sources.data, scale.data, stream...);
 }
 
 template <class Real>
@@ -240,57 +257,16 @@ void backward_cpu(View<const Real, 4> grad, Image<Real> image, Matrices warp,
                   View<double, 3> grad_warp) {
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                             grad.shape, order_x, order_y);
-  warp_perspective_backward_cpu<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data});
+  warp_perspective_backward<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data});
 }
 
-void slope_cpu(Image<double> image, Matrices warp, Sizes, Interpolation interpolation,
-               Border border_mode, Floats border_value, bool inverse_map, int64_t order_x,
-               int64_t order_y, View<double, 4> out) {
-  const Inputs<double> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                              out.shape, order_x, order_y);
-  warp_perspective_slope_cpu(inputs.in, out.data);
-}
-
-WarpSizes source_sizes(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-                       bool inverse_map) {
-  const int64_t count = warp.shape[0];
-  const Interpolation interpolation = taps == 4 ? Interpolation::kCubic : Interpolation::kLinear;
-  return {count,         1,
-          count,         1,
-          size.data[0],  size.data[1],
-          dsize.data[0], dsize.data[1],
-          border_mode,   interpolation,
-          inverse_map};
-}
-
-void sources_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-                 bool inverse_map, View<double, 3> sources, View<double, 3> scale) {
-  const WarpSizes sizes = source_sizes(warp, size, dsize, taps, border_mode, inverse_map);
-  warp_perspective_sources_cpu(sizes, warp.data, sources.data, scale.data);
-}
-
-const Kernel kCpu("warp_perspective", cpu<uint8_t>, cpu<uint16_t>, cpu<int16_t>, cpu<Float16>,
-                  cpu<BFloat16>, cpu<float>, cpu<double>);
+const Kernel kCpu("warp_perspective", forward<uint8_t>, forward<uint16_t>, forward<int16_t>,
+                  forward<Float16>, forward<BFloat16>, forward<float>, forward<double>);
 const Kernel kBackwardCpu("_warp_perspective_backward", backward_cpu<float>, backward_cpu<double>);
-const Kernel kSlopeCpu("_warp_perspective_slope", slope_cpu);
-const Kernel kSourcesCpu("_warp_perspective_sources", sources_cpu);
+const Kernel kSlopeCpu("_warp_perspective_slope", slope<>);
+const Kernel kSourcesCpu("_warp_perspective_sources", sources<>);
 
 #ifndef CALCOPS_NO_CUDA
-template <class Pixel>
-cudaError_t cuda(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation,
-                 Border border_mode, Floats border_value, bool inverse_map,
-                 View<const Pixel, 4> destination, View<Pixel, 4> out, cudaStream_t stream) {
-  const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                             out.shape);
-  if (destination) {
-    const cudaError_t error =
-        cudaMemcpyAsync(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)),
-                        cudaMemcpyDeviceToDevice, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return warp_perspective_cuda(inputs.in, out.data, stream);
-}
-
 template <class Real>
 cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices warp,
                           Interpolation interpolation, Border border_mode, Floats border_value,
@@ -300,34 +276,21 @@ cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices 
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                             grad.shape, order_x, order_y);
   if (!workspace.data) {
-    workspace.bytes = warp_perspective_backward_cuda_workspace(inputs.in.sizes);
+    workspace.bytes = warp_perspective_backward_workspace(inputs.in.sizes);
     return cudaSuccess;
   }
-  return warp_perspective_backward_cuda<Real>(
-      inputs.in, {grad.data, grad_image.data, grad_warp.data}, workspace.data, stream);
+  return warp_perspective_backward<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data},
+                                         workspace.data, stream);
 }
 
-cudaError_t slope_cuda(Image<double> image, Matrices warp, Sizes, Interpolation interpolation,
-                       Border border_mode, Floats border_value, bool inverse_map, int64_t order_x,
-                       int64_t order_y, View<double, 4> out, cudaStream_t stream) {
-  const Inputs<double> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                              out.shape, order_x, order_y);
-  return warp_perspective_slope_cuda(inputs.in, out.data, stream);
-}
-
-cudaError_t sources_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-                         bool inverse_map, View<double, 3> sources, View<double, 3> scale,
-                         cudaStream_t stream) {
-  const WarpSizes sizes = source_sizes(warp, size, dsize, taps, border_mode, inverse_map);
-  return warp_perspective_sources_cuda(sizes, warp.data, sources.data, scale.data, stream);
-}
-
-const Kernel kCuda("warp_perspective", cuda<uint8_t>, cuda<uint16_t>, cuda<int16_t>, cuda<Float16>,
-                   cuda<BFloat16>, cuda<float>, cuda<double>);
+using S = cudaStream_t;
+const Kernel kCuda("warp_perspective", forward<uint8_t, S>, forward<uint16_t, S>,
+                   forward<int16_t, S>, forward<Float16, S>, forward<BFloat16, S>,
+                   forward<float, S>, forward<double, S>);
 const Kernel kBackwardCuda("_warp_perspective_backward", backward_cuda<float>,
                            backward_cuda<double>);
-const Kernel kSlopeCuda("_warp_perspective_slope", slope_cuda);
-const Kernel kSourcesCuda("_warp_perspective_sources", sources_cuda);
+const Kernel kSlopeCuda("_warp_perspective_slope", slope<S>);
+const Kernel kSourcesCuda("_warp_perspective_sources", sources<S>);
 #endif
 
 }  // namespace

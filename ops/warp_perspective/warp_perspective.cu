@@ -512,8 +512,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t warp_perspective_sources_cuda(const WarpSizes& sizes, const double* warp,
-                                          double* sources, double* scale, cudaStream_t stream) {
+cudaError_t warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                                     double* scale, cudaStream_t stream) {
   const int64_t items = sizes.warp_batch * (sizes.out_height * sizes.out_width + 1);
   const unsigned blocks = grid_of(divide_up(items, kThreads));
   const bool cubic = sizes.interpolation == Interpolation::kCubic;
@@ -523,8 +523,15 @@ cudaError_t warp_perspective_sources_cuda(const WarpSizes& sizes, const double* 
 }
 
 template <class Pixel>
-cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream) {
+cudaError_t warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out,
+                             cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
+  const size_t bytes = output_offset(sizes, sizes.batch, 0, 0) * sizeof(Pixel);
+  if (destination && bytes > 0) {
+    const cudaError_t error =
+        cudaMemcpyAsync(out, destination, bytes, cudaMemcpyDeviceToDevice, stream);
+    if (error != cudaSuccess) return error;
+  }
   const bool empty = sizes.batch == 0 || sizes.out_height == 0 || sizes.out_width == 0;
   const bool cubic = sizes.interpolation == Interpolation::kCubic;
   for (int64_t first = 0; first < sizes.channels && !empty; first += Channels::kMost) {
@@ -540,7 +547,7 @@ cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaS
   return cudaGetLastError();
 }
 
-int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes) {
+int64_t warp_perspective_backward_workspace(const WarpSizes& sizes) {
   return Memory(nullptr, sizes).bytes;
 }
 
@@ -571,9 +578,8 @@ void launch_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to, 
 }
 
 template <class Real>
-cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
-                                           const WarpGradients<Real>& to, void* workspace,
-                                           cudaStream_t stream) {
+cudaError_t warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
+                                      void* workspace, cudaStream_t stream) {
   const Memory work(workspace, in.sizes);
   if (in.sizes.interpolation == Interpolation::kCubic)
     launch_backward<4>(in, to, work, stream);
@@ -582,8 +588,7 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
   return cudaGetLastError();
 }
 
-cudaError_t warp_perspective_slope_cuda(const WarpInputs<double>& in, double* out,
-                                        cudaStream_t stream) {
+cudaError_t warp_perspective_slope(const WarpInputs<double>& in, double* out, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
   const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
   const bool cubic = sizes.interpolation == Interpolation::kCubic;
@@ -593,18 +598,22 @@ cudaError_t warp_perspective_slope_cuda(const WarpInputs<double>& in, double* ou
   return cudaGetLastError();
 }
 
-template cudaError_t warp_perspective_cuda(const WarpInputs<uint8_t>&, uint8_t*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<uint16_t>&, uint16_t*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<int16_t>&, int16_t*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<Float16>&, Float16*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<BFloat16>&, BFloat16*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<float>&, float*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<double>&, double*, cudaStream_t);
-template cudaError_t warp_perspective_backward_cuda(const WarpInputs<float>&,
-                                                    const WarpGradients<float>&, void*,
-                                                    cudaStream_t);
-template cudaError_t warp_perspective_backward_cuda(const WarpInputs<double>&,
-                                                    const WarpGradients<double>&, void*,
-                                                    cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<uint8_t>&, const uint8_t*, uint8_t*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<uint16_t>&, const uint16_t*, uint16_t*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<int16_t>&, const int16_t*, int16_t*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<Float16>&, const Float16*, Float16*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<BFloat16>&, const BFloat16*, BFloat16*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<float>&, const float*, float*, cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<double>&, const double*, double*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective_backward(const WarpInputs<float>&,
+                                               const WarpGradients<float>&, void*, cudaStream_t);
+template cudaError_t warp_perspective_backward(const WarpInputs<double>&,
+                                               const WarpGradients<double>&, void*, cudaStream_t);
 
 }  // namespace calcops::ops::warp_perspective

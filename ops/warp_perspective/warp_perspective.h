@@ -60,32 +60,32 @@ struct WarpGradients {
   double* grad_warp;  // [warp_batch, 3, 3]; nullptr: not wanted
 };
 
-// With Border::kTransparent, `out` has the values of `destination` before the call.
+// Copy `destination` to `out`, if it is given, and write the pixels that have a source. Each
+// function has an overload with a stream, for device memory.
 template <class Pixel>
-void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out);
+void warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out);
 template <class Real>
-void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
+void warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
 // Write the derivative of the order of `in.sizes` of the result for the position in the image.
-void warp_perspective_slope_cpu(const WarpInputs<double>& in, double* out);
+void warp_perspective_slope(const WarpInputs<double>& in, double* out);
 // Write the source of each pixel of the result to `sources` [warp_batch, 3, h * w] as (x, y, w), or
 // zeros if it has none. Write the factor Homography::scale of each matrix to `scale` [warp_batch],
 // or 0 if no pixel has a source.
-void warp_perspective_sources_cpu(const WarpSizes& sizes, const double* warp, double* sources,
-                                  double* scale);
+void warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                              double* scale);
 
 #ifndef CALCOPS_NO_CUDA
-cudaError_t warp_perspective_sources_cuda(const WarpSizes& sizes, const double* warp,
-                                          double* sources, double* scale, cudaStream_t stream);
 template <class Pixel>
-cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
-cudaError_t warp_perspective_slope_cuda(const WarpInputs<double>& in, double* out,
-                                        cudaStream_t stream);
+cudaError_t warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out,
+                             cudaStream_t stream);
 // Return the size in bytes of the `workspace` of the next function: uninitialised, 8-byte aligned.
-int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);
+int64_t warp_perspective_backward_workspace(const WarpSizes& sizes);
 template <class Real>
-cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
-                                           const WarpGradients<Real>& to, void* workspace,
-                                           cudaStream_t stream);
+cudaError_t warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
+                                      void* workspace, cudaStream_t stream);
+cudaError_t warp_perspective_slope(const WarpInputs<double>& in, double* out, cudaStream_t stream);
+cudaError_t warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                                     double* scale, cudaStream_t stream);
 #endif
 
 }  // namespace calcops::ops::warp_perspective

@@ -470,13 +470,13 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
 }  // namespace
 
 template <class Real>
-void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to) {
+void warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to) {
   const std::vector<Homography> maps = make_homographies(in);
   if (to.grad_warp) matrix_gradient(in, to, maps);
   if (to.grad_image) image_gradient(in, to, maps);
 }
 
-void warp_perspective_slope_cpu(const WarpInputs<double>& in, double* out) {
+void warp_perspective_slope(const WarpInputs<double>& in, double* out) {
   const WarpSizes& sizes = in.sizes;
   const std::vector<Homography> maps = make_homographies(in);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
@@ -491,8 +491,7 @@ void warp_perspective_slope_cpu(const WarpInputs<double>& in, double* out) {
   });
 }
 
-template void warp_perspective_backward_cpu(const WarpInputs<float>&, const WarpGradients<float>&);
-template void warp_perspective_backward_cpu(const WarpInputs<double>&,
-                                            const WarpGradients<double>&);
+template void warp_perspective_backward(const WarpInputs<float>&, const WarpGradients<float>&);
+template void warp_perspective_backward(const WarpInputs<double>&, const WarpGradients<double>&);
 
 }  // namespace calcops::ops::warp_perspective

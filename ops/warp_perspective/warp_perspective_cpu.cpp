@@ -387,8 +387,9 @@ struct Result {
 }  // namespace
 
 template <class Pixel>
-void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
+void warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out) {
   const WarpSizes& sizes = in.sizes;
+  if (destination) std::copy_n(destination, output_offset(sizes, sizes.batch, 0, 0), out);
   const std::vector<Homography> maps = make_homographies(in);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight), count = sizes.batch * strips;
   if (sizes.channels == 0 || sizes.out_width == 0) return;
@@ -409,8 +410,8 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   });
 }
 
-void warp_perspective_sources_cpu(const WarpSizes& sizes, const double* warp, double* sources,
-                                  double* scale) {
+void warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                              double* scale) {
   const int64_t pixels = sizes.out_height * sizes.out_width;
   const auto store =
       sizes.interpolation == Interpolation::kCubic ? store_source<4> : store_source<2>;
@@ -425,13 +426,13 @@ void warp_perspective_sources_cpu(const WarpSizes& sizes, const double* warp, do
   }
 }
 
-template void warp_perspective_cpu(const WarpInputs<uint8_t>&, uint8_t*);
-template void warp_perspective_cpu(const WarpInputs<uint16_t>&, uint16_t*);
-template void warp_perspective_cpu(const WarpInputs<int16_t>&, int16_t*);
-template void warp_perspective_cpu(const WarpInputs<Float16>&, Float16*);
-template void warp_perspective_cpu(const WarpInputs<BFloat16>&, BFloat16*);
-template void warp_perspective_cpu(const WarpInputs<float>&, float*);
-template void warp_perspective_cpu(const WarpInputs<double>&, double*);
+template void warp_perspective(const WarpInputs<uint8_t>&, const uint8_t*, uint8_t*);
+template void warp_perspective(const WarpInputs<uint16_t>&, const uint16_t*, uint16_t*);
+template void warp_perspective(const WarpInputs<int16_t>&, const int16_t*, int16_t*);
+template void warp_perspective(const WarpInputs<Float16>&, const Float16*, Float16*);
+template void warp_perspective(const WarpInputs<BFloat16>&, const BFloat16*, BFloat16*);
+template void warp_perspective(const WarpInputs<float>&, const float*, float*);
+template void warp_perspective(const WarpInputs<double>&, const double*, double*);
 
 }  // namespace calcops::ops::warp_perspective
 #undef WARP_WINDOWS

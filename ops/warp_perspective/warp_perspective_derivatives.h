@@ -189,8 +189,8 @@ class Motion {
     const Value warps = Warping::matrices(warp_);
     const Value sources_and_scale =
         call("_warp_perspective_sources", call("aten::detach", warps),
-             Value::list(batch_.H, batch_.W), Value::list(height, width),
-             warping.interpolation.is("cubic") ? 4 : 2, warping.border_mode, warping.inverse_map);
+             Value::list(batch_.H, batch_.W), Value::list(height, width), warping.interpolation,
+             warping.border_mode, warping.inverse_map);
     const Value sources = sources_and_scale[0];
     const Value kernel_scale = sources_and_scale[1];
     // The scale is 0 if a matrix gives no pixel a source. The identity replaces such a matrix.

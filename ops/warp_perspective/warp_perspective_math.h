@@ -183,14 +183,13 @@ CALCOPS_HD inline double fold_index(double i, double n, Border border) {
 // all taps are the same pixel, it is 0, so that the result is exactly that pixel.
 template <int kTaps, class Index>
 CALCOPS_HD inline double find_taps(double x, double n, Border border, Index (&tap)[kTaps]) {
-  double first = floor(x);
-  first += x - first < 1 ? 0 : 1;  // x - first is rounded to 1 if x is -1e-20
+  const double first = floor(x);
   bool is_one_pixel = true;
   for (int k = 0; k < kTaps; ++k) {
     tap[k] = static_cast<Index>(fold_index(first + (k + 1 - kTaps / 2), n, border));
     is_one_pixel = is_one_pixel & (tap[k] == tap[0]);
   }
-  return x > first && !is_one_pixel ? x - first : 0;
+  return is_one_pixel ? 0 : x - first;
 }
 
 // Write the taps at the coordinate x. Return false if there is no source.
@@ -200,7 +199,8 @@ CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool is_nea
   const double n = static_cast<double>(size);
   if (is_nearest) x = rint(x);
   if (border == Border::kConstant) {
-    if (!(x >= -kTaps / 2 && x < n - 1 + kTaps / 2)) return false;
+    // At x = -2, a cubic shows the border alone.
+    if (!(x >= -kTaps / 2 && x < n - 1 + kTaps / 2) || x == -2) return false;
   } else if (border == Border::kTransparent) {
     if (!(x >= 0 && x <= n - 1)) return false;
   } else {

@@ -194,7 +194,7 @@ def assert_all_equal(actual, expected):
 def test_a_gradient_outside_the_output_mask_has_no_elements(device):
     image, warp = (tensor.detach() for tensor in arguments((2, 7, 6), (3, 3), device))
     grad = torch.ones(2, 4, 4, dtype=torch.float64, device=device)
-    options = (grad, image, warp, "linear", "wrap", None, False)
+    options = (grad, image, warp, "linear", "wrap", None, False, 0, 0)
     both = backward(*options, [True, True])
     for mask in ([True, False], [False, True], [False, False]):
         for is_computed, gradient, full in zip(mask, backward(*options, mask), both, strict=True):

@@ -19,8 +19,9 @@ int main() {
     std::vector<double> grad_warp(9);
     const WarpInputs<float> in{{N, N, 1, C, H, W, H, W, mode, how, false},
                                image.data(), {C * H * W, H * W, W, 1}, warp, border};
-    warp_perspective_cpu(in, out.data());
-    warp_perspective_backward_cpu(in, WarpGradients<float>{out.data(), grad_image.data(), grad_warp.data()});
+    warp_perspective<float>(in, nullptr, out.data());
+    warp_perspective_backward(
+        in, WarpGradients<float>{out.data(), grad_image.data(), grad_warp.data()});
   }
 }
 """
