@@ -418,10 +418,11 @@ void warp_perspective_sources(const WarpSizes& sizes, const double* warp, double
   for (int64_t i = 0; i < sizes.warp_batch; ++i) {
     const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
     scale[i] = map.valid ? map.scale : 0;
-    parallel_for(pixels, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t p = begin; p < end; ++p)
-        store(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
-              sources + 3 * i * pixels + p);
+    double* to = sources + 3 * i * pixels;
+    parallel_for(sizes.out_height, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v)
+        for (int64_t u = 0; u < sizes.out_width; ++u)
+          store(map, sizes, u, v, pixels, to + v * sizes.out_width + u);
     });
   }
 }
