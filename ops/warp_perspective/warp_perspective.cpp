@@ -39,6 +39,11 @@ void check_size(const char* name, const Value& size) {
     refuse(kOp, name, "(height, width), both >= 0", size);
 }
 
+void check_has_slopes(const Value& interpolation) {
+  if (interpolation.is("nearest"))
+    refuse(kOp, "interpolation", "\"linear\" or \"cubic\" for a slope", interpolation);
+}
+
 // Raise an error unless x has a shape. `what` says where it comes from.
 void check_shape(const char* name, const Value& x, const char* what, const Value& shape) {
   bool is_same = x.dim() == shape.length();
@@ -71,6 +76,7 @@ void check_backward(const Value* arguments, Value*) {
   check_border(arguments[5], dims.C);
   if (grad.dim() < 2) refuse(kOp, "grad_result", "of two dimensions or more", grad.shape());
   check_shape("grad_result", grad, "of shape", dims.shape(grad.size(-2), grad.size(-1)));
+  if (!arguments[7].equals(0) || !arguments[8].equals(0)) check_has_slopes(arguments[3]);
 }
 
 // (pixels, warp, dsize, interpolation, border_mode, border_value, inverse_map, order_x, order_y)
@@ -78,6 +84,7 @@ void check_slope(const Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[0], arguments[1]);
   check_border(arguments[5], dims.C);
   check_size("dsize", arguments[2]);
+  check_has_slopes(arguments[3]);
   result_shapes[0] = dims.shape(arguments[2][0], arguments[2][1]);
 }
 

@@ -106,11 +106,12 @@ def check(kernels, image, matrix, out, *options):
     same_bits(kernels(ops.warp_perspective, image, matrix, out, *options, destination), [expected])
     if not image.dtype.is_floating_point:
         return
-    order = len(image) % 3, matrix.shape[0] % 2
-    arguments = image.double(), matrix, out, *options, *order
-    same_bits(
-        kernels(ops._warp_perspective_slope, *arguments), [ops._warp_perspective_slope(*arguments)]
-    )
+    order = 0, 0
+    if "nearest" not in options:
+        order = len(image) % 3, len(matrix) % 2
+        arguments = image.double(), matrix, out, *options, *order
+        slope = ops._warp_perspective_slope
+        same_bits(kernels(slope, *arguments), [slope(*arguments)])
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(expected.shape, generator=generator, dtype=image.dtype)
     backward = ops._warp_perspective_backward
