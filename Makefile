@@ -27,10 +27,12 @@ environment_neon = CALCOPS_CFLAGS=-mcpu=generic
 workers := $(shell echo $$(( $$(nproc) + 1 )))
 pytest = -m pytest -n $(workers) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# The help shows the comments that begin with ## (for users) or ### (for developers).
+# The help shows the comments that begin with ##, ### or ####.
+list = sed -n 's/^\([a-z-]*\):.* $(1) \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 help:
-	@echo "to use"; sed -n 's/^\([a-z-]*\):.* ## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
-	@echo "to develop (more in tests/README.md and bench/README.md)"; sed -n 's/^\([a-z-]*\):.* ### \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo "to use"; $(call list,##)
+	@echo "to develop"; $(call list,###)
+	@echo "with other programs, which these commands install in build/ or look for"; $(call list,####)
 
 demo: .venv/.examples ## build the operators; run two examples
 	$(python) examples/quickstart.py
@@ -46,17 +48,17 @@ test: .venv/.test ### what a user relies on; prints the seconds of each folder; 
 test-all: .venv/.test ### also the tests marked `long`: combinations of cases, long examples, foreign programs
 	$(python) $(pytest)
 
-test-long: .venv/.test  # these tests alone
+test-long: .venv/.test ### the tests marked `long` alone
 	$(python) $(pytest) -m long
 
-test-arm: .venv/.test  # the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
+test-arm: .venv/.test #### the CPU kernels on ARM, under emulation; needs g++-aarch64-linux-gnu and qemu-user-static
 	$(python) -m pytest -s tests/operators/test_arm.py
 
 # This makes another environment and compiles every library again: some 5 GB and many minutes.
-test-oldest: .venv-oldest/.test  # the tests of the loader, of contracts and of operators with the oldest supported PyTorch
+test-oldest: .venv-oldest/.test ### the tests of the loader, of contracts and of operators with the oldest supported PyTorch, in .venv-oldest
 	.venv-oldest/bin/python $(pytest) -m "not long" tests/loader tests/contracts $(operator_tests)
 
-venv: .venv/.base  # create .venv; install again only after pyproject.toml changes
+venv: .venv/.base ### create .venv; install again only after pyproject.toml changes
 
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
@@ -84,34 +86,34 @@ format: .venv/.lint ### rewrite every file in the project's format
 docs: .venv/.base ### generate tables, stubs and the C++ header from the operators' schemas
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
-bench: .venv/.bench  # every benchmark that needs no other program
+bench: .venv/.bench ### every benchmark that needs no other program
 	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
 
-gpu-check:  # tests, compute-sanitizer and benchmarks that need a GPU; writes results.json; PYTHON=python3: without pip and .venv
+gpu-check: ### all that needs a GPU: tests, compute-sanitizer, benchmarks; writes results.json; PYTHON=python3: without pip and .venv
 	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py
 
-sanitize-gpu: $(if $(PYTHON),,.venv/.base)  # compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
+sanitize-gpu: $(if $(PYTHON),,.venv/.base) ### compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) bench/gpu_check.py sanitize
 
-examples: .venv/.test  # run every example and package, and check what they print
+examples: .venv/.test ### the tests of examples and packages
 	$(python) $(pytest) --durations=20 tests/examples tests/packages
 
-mindspore: .venv/.base build/mindspore/.installed  # call the operators from MindSpore, in build/mindspore
+mindspore: .venv/.base build/mindspore/.installed #### call the operators from MindSpore
 	$(python) examples/mindspore_aot/build.py
 	build/mindspore/bin/python examples/mindspore_aot/run.py build/mindspore_aot
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
-lammps: .venv/.base  # a model as a pair style of LAMMPS, on two ranks; LAMMPS is installed in build/lammps
+lammps: .venv/.base #### a model as a pair style of LAMMPS, on two ranks
 	$(MAKE) -C examples/silicon
 
-train: .venv/.examples  # train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
+train: .venv/.examples ## train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
 	$(python) examples/silicon/make_frames.py silicon
 	$(python) -m calcops.train --settings examples/silicon/silicon.toml
 	$(python) examples/silicon/deploy.py
 	$(python) examples/silicon/step_time.py
 
 clean: ## delete .venv and what was built in this folder; for the cache: python -m calcops_jit clean
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The rm is for Debian without python3-venv, which leaves half an environment behind.
@@ -139,10 +141,10 @@ endef
 	$(@D)/bin/python -m pip install --disable-pip-version-check -q 'torch==$*.*' -e .
 	@touch $@
 
-graph-potential: .venv/.base build/graph_potential/.installed  # SevenNet's forces from the operator; SevenNet is installed in build/graph_potential
+graph-potential: .venv/.base build/graph_potential/.installed #### SevenNet's forces from the operator
 	build/graph_potential/bin/python -W ignore examples/sevennet/compare.py
 
-mace: .venv/.base build/mace/.installed  # MACE in build/mace, whose models `build/mace/bin/python -m calcops.graph mace` packages
+mace: .venv/.base build/mace/.installed #### install MACE, whose models `build/mace/bin/python -m calcops.graph mace` packages
 
 # These environments have SevenNet or MACE, which need different releases of e3nn, and their dependencies. A .pth file adds
 # .venv's packages, so that PyTorch is installed only once.

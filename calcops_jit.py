@@ -37,12 +37,7 @@ if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         f"got {sys.platform} on {platform.machine()}"
     )
 
-if not os.path.exists(__file__):
-    raise ImportError(
-        f"calcops_jit: expected files, which a compiler can read, got {__file__}: unpack it"
-    )
-
-from _calcops_jit import __version__, handles, library, options, request
+from _calcops_jit import __version__, library, request
 from _calcops_jit.library import Library
 from _calcops_jit.messages import BuildError, say
 
@@ -96,7 +91,7 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(options.request_for(**locals()))  # it has the same parameters
+    return library.obtain(request.request_for(**locals()))  # it has the same parameters
 
 
 def reload() -> list[str]:
@@ -180,7 +175,7 @@ def _expose() -> None:
 def __getattr__(name: str):
     if _problem is not None and not name.startswith("_"):
         raise _problem
-    raise handles.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
+    raise library.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)
 
 
 def __dir__() -> list[str]:

@@ -17,18 +17,19 @@ import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterator
+import shutil
 
 import torch
 
-from . import cache, child, handles
+from . import cache
 from .cache import Generation
-from .compile import compile_and_link, dependencies, import_cpp_extension, jobs, linked
-from .diagnosis import explain, foresee
+from .child import Child, Ended, end_with_compilers
+from .compile import compile_and_link, dependencies, foresee, jobs, linked
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
-from .messages import BuildError, Progress, report, say
+from .messages import Progress, explain, report, say
+from .processor import levels
 from .registration import Registration
-from .request import CONTRACTS, SHADOW, Request, levels, own, runtimes
+from .request import SHADOW, Request, own, runtime
 
 _KEPT = 4  # folders of builds in a slot
 
@@ -49,43 +50,59 @@ def built(request: Request, reasons: list[str]) -> Generation:
 
 def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
     """Build a library in a locked slot, load it in a child, and publish it."""
+    for cause, evidence, fix in foresee(request):
+        raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
     choice = request.cuda
-    if choice.fatal:
-        raise report(f"cannot build {request.name} for CUDA", [choice.reason], choice.fix)
     if choice.gpus and not choice.build:
         reason = f"{choice.reason}: {choice.fix}"
         say(f"{choice.gpus[0]} is here, but {reason}; building for the CPU")
-    for cause, evidence, fix in foresee(request):
-        raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
     title = f"building {request.name}"
     if reasons:
         title += f" ({reasons[0].rpartition('/')[2]})"
     log = f"{slot}/failed.log"
-    cache.remove(log)
-    answers = child.answers(lambda: _steps(request, slot), log, request.verbose)
     folder = _folder(request, slot)
-    with Progress(title, lambda: progress(folder)) as shown, contextlib.closing(answers):
+    # The child begins before the thread that shows the progress, which may hold a lock.
+    with (
+        Child(lambda: _build(request, slot), log) as child,
+        Progress(title, lambda: progress(folder)) as shown,
+    ):
         try:
-            product, inputs, size = next(answers)
-        except child.Ended as end:
+            product, inputs = child.result()
+        except Ended as end:
             what = f"cannot build {request.name}: the building process {end}"
             raise report(what, [], f"less {log}", log) from None
-        if torch.cuda.is_initialized():  # a child cannot use its parent's CUDA
-            registered = _registered(request, product)
-        else:
-            try:
-                registered = next(answers)
-            except child.Ended as end:
-                with open(log, encoding="utf-8", errors="replace") as file:
-                    file.seek(size)
-                    lines = file.read().splitlines()[-8:]
-                what = f"cannot load {request.name}: a static initialiser {end}"
-                fix = "do what may fail in a function that is called later"
-                raise report(what, lines, fix) from None
-        generation = cache.publish(slot, product, request, Inputs(**inputs), **registered)
+        finally:
+            if request.verbose:
+                with open(log, errors="replace") as file:
+                    print(file.read(), end="", flush=True)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
+    generation = cache.publish(slot, product, request, inputs, _tried(request, product, log))
     cache.remove(log)
     return generation
+
+
+def _tried(request: Request, product: str, log: str) -> dict[str, str]:
+    """Load a library in a child process. Return {operator: its schemas and documentation}."""
+    if product.endswith(".a"):
+        return {}
+    if request.level and request.level not in levels():  # this processor cannot run it
+        other = cache.find(own(choice=request.cuda, level=levels()[0]))
+        return other.manifest["operators"]
+
+    def load() -> dict[str, str]:
+        return Registration(request, product).described()
+
+    if torch.cuda.is_initialized():  # a child cannot use its parent's CUDA
+        return load()
+    with Child(load, log) as child:
+        try:
+            return child.result()
+        except Ended as end:
+            with open(log, encoding="utf-8", errors="replace") as file:
+                lines = file.read().splitlines()[-8:]
+            what = f"cannot load {request.name}: a static initialiser {end}"
+            fix = "do what may fail in a function that is called later"
+            raise report(what, lines, fix) from None
 
 
 def progress(folder: str) -> str:
@@ -107,47 +124,22 @@ def progress(folder: str) -> str:
 # ---- in the child --------------------------------------------------------------------------------
 
 
-def _steps(request: Request, slot: str) -> Iterator:
-    """Yield (path of what was built, its inputs, the log's size), then what it registers."""
+def _build(request: Request, slot: str) -> tuple[str, Inputs]:
+    """Compile what changed, and link. Return (path of what was built, inputs)."""
+    end_with_compilers()
     try:
-        product, inputs = _build(request, slot)
+        folder = _fresh(_folder(request, slot))
+        for _ in range(3):
+            archive = None
+            if request.product.endswith(".so"):
+                archive = _runtime(request, folder)
+                shutil.copyfile(archive.path, f"{folder}/runtime.a")  # `clean` may remove it
+            product, inputs = _compile(request, folder, f"{folder}/runtime.a" if archive else "")
+            with contextlib.suppress(Changed):
+                inputs.check(request)  # no file was saved meanwhile
+                return product, inputs.merged(archive.inputs) if archive else inputs
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error)) from None
-    yield product, vars(inputs), os.fstat(1).st_size
-    child.end_with_parent()
-    yield _registered(request, product)
-
-
-def _registered(request: Request, product: str) -> dict:
-    """Load a library. Return the fields of its manifest that say what it registers."""
-    if product.endswith(".a"):
-        return {}
-    if request.level and request.level not in levels():  # this processor cannot run it
-        other = cache.find(own(choice=request.cuda, level=levels()[0]))
-        return {key: other.manifest[key] for key in ("operators", "permanent")}
-    before = handles.registered()
-    registration = Registration(request, product)
-    permanent = sorted(handles.registered() - before)
-    return {"operators": registration.described(permanent), "permanent": permanent}
-
-
-def _build(request: Request, slot: str) -> tuple[str, Inputs]:
-    """Compile what changed, and link. Return (product, inputs)."""
-    folder = _fresh(_folder(request, slot))
-    for _ in range(3):
-        archives = _archives(request, folder) if request.product.endswith(".so") else []
-        paths = [archive.path for archive in archives]
-        try:
-            product, inputs = _compile(request, folder, paths)
-        except BuildError:
-            if all(map(os.path.exists, paths)):
-                raise
-            continue  # another process has emptied the cache
-        with contextlib.suppress(Changed):
-            inputs.check(request)  # no file was saved meanwhile
-            for archive in archives:
-                inputs = inputs.merged(archive.inputs)
-            return product, inputs
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
     raise report(what, [], "wait until nothing writes to them")
 
@@ -177,59 +169,32 @@ def _fresh(folder: str) -> str:
     return folder
 
 
-def _archives(request: Request, folder: str) -> list[Generation]:
-    """Return the runtime. What must be compiled of it is compiled at the same time as the sources.
-
-    Contracts are compiled only if the library has one.
-    """
-    contracts, registry = runtimes()
-    found = [cache.find(contracts), cache.find(registry)]
-    if all(found):
-        return found
-    needed = [contracts, registry] if request.asked is None else [registry]
-    import_cpp_extension()  # once for all children
-    builds: list[Iterator] = []
-    for runtime in needed:
-        _start(runtime, request, builds)
-    _, inputs = _compile(request, folder, [])
-    read = map(request.unfold, inputs.files)
-    real = map(os.path.realpath, read)  # a project may have a link to the headers
-    if contracts not in needed and any(path.startswith(f"{CONTRACTS}/include/") for path in real):
-        needed.insert(0, contracts)
-        _start(contracts, request, builds)
-    _mark(folder, "runtime")
-    for build in builds:
-        next(build)
-        build.close()
-    return [built(runtime, []) for runtime in needed]
-
-
-def _start(runtime: Request, request: Request, builds: list[Iterator]) -> None:
-    """Begin to build an archive in a child process, and add it to `builds`.
+def _runtime(request: Request, folder: str) -> Generation:
+    """Return the runtime. If it must be compiled, so are the sources, at the same time.
 
     A thread would not do. It would fork while this one holds a lock, such as that of an import, and
     nobody would release the lock in the child.
     """
-
-    def steps() -> Iterator[None]:
-        built(runtime, [])
-        yield
-
+    wanted = runtime()
+    if found := cache.find(wanted):
+        return found
     if jobs(request) == 1:
-        built(runtime, [])
-    else:
-        builds.append(child.answers(steps, os.devnull))
+        return built(wanted, [])
+    with Child(lambda: built(wanted, []), os.devnull) as child:
+        _compile(request, folder, "")
+        _mark(folder, "runtime")
+        return child.result()
 
 
-def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, Inputs]:
-    """Run torch and ninja, and link with archives. Return (path of what was built, inputs)."""
+def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
+    """Run torch and ninja, and link with the runtime. Return (path of what was built, inputs)."""
     before, objects = _up_to_date(request, folder)
     for path in {*request.sources, *paths_in_flags(request)}:
         before[path] = state_of(path)
     _mark(folder)
     failure = ""
     try:
-        product = compile_and_link(request, folder, archives)
+        product = compile_and_link(request, folder, archive)
     except Exception as error:  # torch refuses a GPU architecture, for example
         failure = str(error)
     for target, files in dependencies(request, folder).items():
@@ -237,7 +202,7 @@ def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, I
         objects[target] = [state_of(f"{folder}/{target}"), files]
     read = {f"{SHADOW}/hidden.map", *linked(folder)}.union(*(read for _, read in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
-    read = {p for p in read if p not in archives and not p.startswith(f"{folder}/")}
+    read = {path for path in read if not path.startswith(f"{folder}/")}
     inputs = record(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
     # After a failure, too, because some sources may have been compiled.
     fields = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}

@@ -17,22 +17,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import glob
 import json
 import os
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 from .inputs import Changed, Inputs, digest, digest_of_open
-from .messages import report, say
-from .request import FORMAT, Request
+from .messages import say
+from .request import Request
 
 _KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
-_DAY_S = 24 * 3600
 # The exceptions of a generation that is stale, damaged or unreadable.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 
@@ -51,16 +48,8 @@ def folder() -> str:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = "~/.cache"
-    path = os.path.expanduser(os.environ.get("CALCOPS_CACHE") or f"{base}/calcops")
-    if path.startswith("~"):
-        raise report("no home folder", [f"cannot expand {path}"], "export CALCOPS_CACHE=<a folder>")
-    return _absolute(path)
-
-
-@functools.cache
-def _absolute(path: str) -> str:
-    """Return a folder's absolute path. It is remembered, because the process may chdir."""
-    return os.path.abspath(path)
+    path = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
+    return os.path.abspath(os.path.expanduser(path))
 
 
 # ---- finding -------------------------------------------------------------------------------------
@@ -78,10 +67,9 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
             if reasons is not None:
                 reasons.append(str(problem))
             continue
-        manifest = f"{path}/manifest"
-        with contextlib.suppress(OSError):  # somebody else's cache is only read
-            if i > 0 or time.time() - os.path.getmtime(manifest) > _DAY_S:
-                os.utime(manifest)  # the time of last use, by which generations are sorted
+        if i > 0:
+            with contextlib.suppress(OSError):  # somebody else's cache is only read
+                os.utime(f"{path}/manifest")  # the time of last use, which sorts generations
         return generation
     return None
 
@@ -114,10 +102,7 @@ def read_record(path: str) -> dict:
         checksum, _, text = file.read().partition(b"\n")
     if checksum.decode(errors="replace") != digest(text):
         raise ValueError(f"{path} is damaged")
-    record = json.loads(text)
-    if record["facts"]["format"] != FORMAT:
-        raise ValueError(f"{path} has another version")
-    return record
+    return json.loads(text)
 
 
 def _verified(path: str):
@@ -175,10 +160,12 @@ def locked_slot(request: Request) -> Iterator[str]:
         os.close(lock)
 
 
-def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers) -> Generation:
+def publish(
+    slot: str, product: str, request: Request, inputs: Inputs, operators: dict[str, str]
+) -> Generation:
     """Make a file that was built a generation of a locked slot.
 
-    `answers` are the other fields of the manifest.
+    `operators` are {operator: its schemas and documentation}.
     """
     with open(product, "rb") as file:
         library_digest = digest_of_open(file.fileno())
@@ -187,7 +174,7 @@ def publish(slot: str, product: str, request: Request, inputs: Inputs, **answers
         "asked": request.asked,
         "digest": library_digest,
         "inputs": vars(inputs),
-        **answers,
+        "operators": operators,
     }
     name = digest(" ".join([library_digest, *sorted(inputs.files.values())]).encode())[:16]
     path = f"{slot}/{name}"

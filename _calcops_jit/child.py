@@ -15,10 +15,9 @@ import os
 import resource
 import signal
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import NoReturn
 
@@ -26,90 +25,106 @@ from .messages import BuildError
 
 # The program may have handlers for these, or ignore them.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-_parent = 0  # the pid of this child's parent
+_PR_SET_PDEATHSIG = 1
+# Another thread may hold the lock of dlopen during a fork, so a child cannot look it up.
+_prctl = ctypes.CDLL(None).prctl
 
 
 class Ended(Exception):
     """The child ended before it answered. The message says how."""
 
 
-def answers(steps: Callable[[], Iterator], log: str, is_shown: bool = False) -> Iterator:
-    """Run a generator in a child process, which begins now. Return an iterator over its values.
+class Child:
+    """A context in which a forked process calls a function.
 
-    As soon as the iterator is closed, or this process has ended in any way, the child and the
-    processes that it started are ended.
-
-    Args:
-        steps: makes the generator. Its values are pickled, so they are plain.
-        log: path of the file for what the child prints.
-        is_shown: print that here, too, at the end.
-
-    Raises:
-        BuildError: from the iterator: the generator raised it.
-        Ended: from the iterator: the child ended otherwise.
+    At the context's end, and if this process ends in any way, the child is ended.
     """
-    open(log, "wb").close()
-    # In a daemon, the first two may get the numbers of standard streams, to which others write.
-    here, there = [Pipe(), Pipe(), Pipe()][-1]
+
+    def __init__(self, function: Callable, log: str):
+        """`log` is the path of a file for what the child prints."""
+        self._function = function
+        self._log = log
+        self._pid = 0
+
+    def __enter__(self) -> Child:
+        open(self._log, "wb").close()
+        # In a daemon, the first two may get the numbers of standard streams, to which others write.
+        self._connection, there = [Pipe(), Pipe(), Pipe()][-1]
+        parent = os.getpid()
+        try:
+            self._pid = _fork()
+            if self._pid == 0:
+                self._connection.close()
+                _run(self._function, there, self._log, parent)
+            os.setpgid(self._pid, self._pid)  # whichever process is quicker
+            there.close()
+            self._connection.send("begin")
+        except BaseException:  # Ctrl-C, perhaps before the pid is stored
+            self._end()
+            raise
+        return self
+
+    def result(self):
+        """Return what the function returns. It is pickled, so it is plain.
+
+        BuildError: the function raised it. Ended: the child ended otherwise.
+        """
+        try:
+            is_error, answer = self._connection.recv()
+        except EOFError:
+            status = self._end()
+            name = signal.Signals(-status).name if status < 0 else ""
+            raise Ended(f"ends the process {f'by {name}' if name else f'({status})'}") from None
+        if is_error:
+            raise BuildError(answer)
+        return answer
+
+    def __exit__(self, *exception) -> None:
+        self._end()
+
+    def _end(self) -> int:
+        """End the child and the processes of its group. Return its exit status."""
+        self._connection.close()
+        if self._pid == 0:
+            return 0
+        with contextlib.suppress(OSError):
+            os.killpg(self._pid, signal.SIGTERM)
+        status = 0
+        with contextlib.suppress(ChildProcessError):  # another thread waits for every child
+            status = os.waitpid(self._pid, 0)[1]
+        self._pid = 0
+        return os.waitstatus_to_exitcode(status)
+
+
+def _fork() -> int:
     with warnings.catch_warnings():
         # Python warns that another thread may hold a lock, which nobody releases in the child.
         warnings.simplefilter("ignore")
-        parent = os.getpid()
-        pid = os.fork()
-    if pid == 0:
-        here.close()
-        _run(steps, there, log, parent)
-    there.close()
-    return _received(here, pid, log if is_shown else "")
+        return os.fork()
 
 
-def _received(here: Connection, pid: int, shown_log: str) -> Iterator:
-    """Yield what a child sends."""
-    status = 0
+def _run(function: Callable, there: Connection, log: str, parent: int) -> NoReturn:
+    """Call a function in this child, and send what it returns."""
     try:
-        while True:
-            is_error, answer = here.recv()
-            if is_error:
-                raise BuildError(answer)
-            yield answer
-    except EOFError:
-        pass  # the child has ended
-    finally:
-        here.close()
-        # The child's thread cannot run while a static initialiser holds Python's lock.
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGTERM)
-        with contextlib.suppress(ChildProcessError):  # another thread waits for every child
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if shown_log:
-            with contextlib.suppress(OSError, ValueError), open(shown_log, errors="replace") as log:
-                print(log.read(), end="", flush=True)
-    if status < 0:
-        raise Ended(f"ends the process by {signal.Signals(-status).name}")
-    raise Ended(f"ends the process ({status})")
-
-
-def _run(steps: Callable[[], Iterator], there: Connection, log: str, parent: int) -> NoReturn:
-    """Run a generator in this child, and send what it yields."""
-    global _parent
-    _parent = parent
-    try:
-        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # in which torch reads the sources
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # also while C++ code holds Python's lock
         os.setpgid(0, 0)  # Ctrl-C interrupts only the parent
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        faulthandler.disable()
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        if os.getppid() != parent:  # it has ended already
+            os._exit(0)
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # in which torch reads the sources
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.umask(os.umask(0o022) | 0o022)  # no one else may write the objects
+        faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
-        threading.Thread(target=_end_with, args=(there,), daemon=True).start()
+        there.recv()  # EOFError: the parent was interrupted
         try:
-            for answer in steps():
-                there.send((False, answer))
+            there.send((False, function()))
         except BuildError as error:
             there.send((True, str(error)))
         except Exception:
@@ -118,18 +133,11 @@ def _run(steps: Callable[[], Iterator], there: Connection, log: str, parent: int
         os._exit(0)
 
 
-def end_with_parent() -> None:
-    """Let the kernel end this child with its parent, also while C++ code holds Python's lock.
+def end_with_compilers() -> None:
+    """Let a signal that ends this child end the compilers that it starts, too."""
 
-    Call this when no compiler runs, because a compiler would not be ended.
-    """
-    set_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
-    if os.getppid() != _parent:  # it has ended already
-        os._exit(0)
+    def end(number: int, frame) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        os.killpg(0, number)
 
-
-def _end_with(connection: Connection) -> None:
-    """Wait until the parent closes the connection or ends. Then end this child and all of its."""
-    connection.poll(None)
-    os.killpg(0, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, end)

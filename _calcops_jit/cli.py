@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from . import __version__, build, cache, compile, cuda, library, request
-from .diagnosis import foresee
 from .inputs import digest, state_of
-from .messages import BuildError, report, say
-from .options import request_for
-from .request import CONTRACTS, LOADER, MACHINE, Request
+from .messages import BuildError, explain, report, say
+from .processor import MACHINE, levels
+from .request import CONTRACTS, LOADER, Request
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,7 +55,7 @@ def _request(options: argparse.Namespace) -> Request:
     if options.name in (None, "calcops"):
         return request.own()
     for manifest in cache.newest(options.name):
-        return request_for(**manifest["asked"])
+        return request.request_for(**manifest["asked"])
     names = {os.path.basename(slot)[:-17] for slot in cache.slots()} - {"calcops", "runtime"}
     what = f"no library `{options.name}` in {cache.folder()}"
     evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
@@ -114,18 +113,15 @@ def _why(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     """check whether a build would succeed here; 1 if it would fail"""
     wanted = request.own()
-    problems = [report(cause, [line], fix) for cause, line, fix in foresee(wanted)]
-    if wanted.cuda.fatal:
-        problems.append(report("no build for CUDA", [wanted.cuda.reason], wanted.cuda.fix))
-    parent = cache.folder()
-    while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
-    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-        fix = "export CALCOPS_CACHE=<a folder of your own>"
-        problems.append(report("no cache", [f"cannot write {parent}"], fix))
+    problems = [report(cause, [line], fix) for cause, line, fix in compile.foresee(wanted)]
+    try:
+        with cache.locked_slot(wanted):
+            pass
+    except OSError as error:
+        problems.append(explain("no cache", str(error)))
     print(f"Python   {sys.version.split()[0]}, supported: 3.11 to 3.14")
     print(f"PyTorch  {torch.__version__}, supported: 2.10 to 2.15")
-    print(f"machine  {[*request.levels(), MACHINE][0]}")
+    print(f"machine  {[*levels(), MACHINE][0]}")
     print(f"compiler {next(iter(compile.version(wanted).splitlines()), 'none')}")
     print("\n".join(map(str, problems)) or "a build would succeed")
     return bool(problems)

@@ -1,9 +1,11 @@
-"""The call of torch.utils.cpp_extension.load, in a child process (child.py)."""
+"""The call of torch.utils.cpp_extension.load.
+
+It happens in a child process (child.py), because it needs other environment variables.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import shlex
@@ -17,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 from . import cuda
 from .cache import write_whole
 from .inputs import TORCH
-from .request import SHADOW, WRAPPERS, Request, words_of
+from .request import SHADOW, Request, words_of
 
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
@@ -40,30 +42,30 @@ exec {command} "$@"
 _COMPILE_ONLY = 'case " $* " in *" -c "*);; *) exit;; esac'
 
 
-def compile_and_link(request: Request, folder: str, archives: list[str]) -> str:
-    """Compile what changed in a folder, and link it with archives. Return the product's path.
+def compile_and_link(request: Request, folder: str, archive: str) -> str:
+    """Compile what changed in a folder, and link it with the runtime. Return the product's path.
 
-    Without archives, nothing is linked. torch's exceptions: it failed.
+    Without the runtime, nothing is linked. torch's exceptions: it failed.
     """
-    cpp_extension = import_cpp_extension()
+    cpp_extension = _import_cpp_extension()
     cpp_extension.CUDA_HOME = request.cuda.home or None
-    with _environment(_variables(request, folder, archives)):
-        path = cpp_extension.load(
-            # torch builds nothing if it remembers a build of this name and these sources.
-            name=f"library.{os.urandom(4).hex()}",
-            sources=_sources(request, folder),
-            extra_cflags=_cflags(request),
-            extra_cuda_cflags=list(request.cuda_cflags),
-            extra_ldflags=_ldflags(request, folder, archives),
-            extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
-            build_directory=folder,
-            verbose=True,  # ninja's output goes to the log
-            with_cuda=request.cuda.build,
-            # With -shared, a "standalone" program is a library. torch does not load it: the loader
-            # does so later, after it has verified the bytes.
-            is_python_module=False,
-            is_standalone=True,
-        )
+    os.environ.update(_variables(request, folder, archive))
+    path = cpp_extension.load(
+        # torch builds nothing if it remembers a build of this name and these sources.
+        name=f"library.{os.urandom(4).hex()}",
+        sources=_sources(request, folder),
+        extra_cflags=_cflags(request),
+        extra_cuda_cflags=list(request.cuda_cflags),
+        extra_ldflags=_ldflags(request, folder, archive),
+        extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
+        build_directory=folder,
+        verbose=True,  # ninja's output goes to the log
+        with_cuda=request.cuda.build,
+        # With -shared, a "standalone" program is a library. torch does not load it: the loader
+        # does so later, after it has verified the bytes.
+        is_python_module=False,
+        is_standalone=True,
+    )
     if request.product.endswith(".a"):
         path = f"{folder}/{request.product}"
         objects = [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".o")]
@@ -71,56 +73,39 @@ def compile_and_link(request: Request, folder: str, archives: list[str]) -> str:
     return path
 
 
-def import_cpp_extension() -> ModuleType:
+def _import_cpp_extension() -> ModuleType:
     """Return torch.utils.cpp_extension."""
     # setuptools is slow to import, and only setup.py needs it.
     placeholder = SimpleNamespace(Command=object, build_ext=object)
     for name in ("setuptools", "setuptools.command", "setuptools.command.build_ext"):
         sys.modules.setdefault(name, placeholder)
     # If the import found a toolkit, it would look for a GPU, which initialises CUDA.
-    with _environment({"CUDA_HOME": "", "CUDA_PATH": ""}):
-        from torch.utils import cpp_extension
+    os.environ.update({"CUDA_HOME": "", "CUDA_PATH": ""})
+    from torch.utils import cpp_extension
+
     return cpp_extension
 
 
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Change environment variables of this child, and restore them at the end."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
-
-
-def _write_compiler(request: Request, folder: str, archives: list[str]) -> str:
-    """Write the script for CXX, unless it is there already. Return its path."""
+def _write_compiler(request: Request, folder: str, archive: str) -> str:
+    """Write the script for CXX. Return its path."""
     script = f"{folder}/c++"
-    first = "" if archives else _COMPILE_ONLY
+    first = "" if archive else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
     unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     text = _COMPILER.format(command=shlex.join(request.compiler), first=first, unwanted=unwanted)
-    before = b""
-    with contextlib.suppress(OSError), open(script, "rb") as file:
-        before = file.read()
-    if before != os.fsencode(text):
-        write_whole(script, os.fsencode(text))
+    write_whole(script, os.fsencode(text))
     os.chmod(script, 0o755)
     return script
 
 
-def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, str]:
+def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
     """Return environment variables for torch and the compilers."""
     path = request.environment.get("PATH", os.defpath)
     variables = {
-        "CXX": _write_compiler(request, folder, archives),
+        "CXX": _write_compiler(request, folder, archive),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
         "MAX_JOBS": str(jobs(request)),
-        "LC_ALL": "C.UTF-8",  # diagnosis.py knows the English messages
+        "LC_ALL": "C.UTF-8",  # messages.py knows the English messages
         "LD_PRELOAD": "",  # it may be a sanitizer for this process
         # Compiler wrappers decide by rules of their own whether an object is up to date.
         "TORCH_NO_COMPILER_WRAPPER": "1",
@@ -137,7 +122,9 @@ def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, 
         variables["CUDA_INC_PATH"] = cuda.headers(request.cuda.home)
         host = words_of("CC")
         if host:  # torch passes it to nvcc's -ccbin, which takes one word
-            variables["CC"] = next((word for word in host if word not in WRAPPERS), host[0])
+            variables["CC"] = next(
+                (word for word in host if word not in ("ccache", "sccache")), host[0]
+            )
     return variables
 
 
@@ -170,10 +157,11 @@ def _cflags(request: Request) -> list[str]:
     return [*for_gcc, *request.cflags]
 
 
-def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
-    """Return flags for the linker. It takes from the archives only what the objects need."""
+def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
+    """Return flags for the linker. It takes from the runtime only what the objects need."""
     flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d"]
-    flags += map(_quoted, archives)
+    if archive:
+        flags.append(_quoted(archive))
     # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
     # that the runtime defines, too.
     flags += [f"-L{_quoted(TORCH)}/lib", "-ltorch_cpu"]
@@ -207,29 +195,41 @@ def _quoted(text: str) -> str:
 
 
 def find_ninja(request: Request) -> str:
-    """Return the path of ninja: on PATH, beside this Python, or in its wheel; "" without one."""
+    """Return the path of ninja: on PATH or beside this Python; "" without one."""
     folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
-    with contextlib.suppress(ImportError):
-        from ninja import BIN_DIR
-
-        folders.append(BIN_DIR)
     path = os.pathsep.join([request.environment.get("PATH", ""), *folders])
     return shutil.which("ninja", path=path) or ""
 
 
 def version(request: Request) -> str:
     """Return what the C++ compiler prints for --version; "" if it does not run."""
-    return _version(*request.compiler, path=request.environment.get("PATH", ""))
-
-
-@functools.cache
-def _version(*command: str, path: str) -> str:
     with contextlib.suppress(OSError):
-        environment = os.environ | {"PATH": path, "LC_ALL": "C.UTF-8"}
+        environment = request.environment | {"LC_ALL": "C.UTF-8"}
         options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
-        arguments = [*command, "--version"]
+        arguments = [*request.compiler, "--version"]
         return subprocess.run(arguments, capture_output=True, env=environment, **options).stdout
     return ""
+
+
+def foresee(request: Request) -> Iterator[tuple[str, str, str]]:
+    """Yield (cause, a line that shows it, a command that fixes it) of what a build lacks."""
+    if request.cuda.fatal:
+        yield "no build for CUDA", request.cuda.reason, request.cuda.fix
+    path = request.environment.get("PATH", "")
+    compiler = request.compiler[0]
+    if shutil.which(compiler, path=path) is None:
+        evidence = f"`{compiler}` is not on PATH"
+        fix = "install g++, or: conda install -c conda-forge gxx"
+        if request.environment.get("CXX") and shutil.which("c++", path=path):
+            evidence += " (CXX names it), but c++ is"
+            fix = "unset CXX"
+        yield "no C++ compiler", evidence, fix
+    elif not version(request):
+        evidence = f"`{' '.join(request.compiler)} --version` fails"
+        yield "the C++ compiler does not run", evidence, "unset CXX"
+    if not find_ninja(request):
+        evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
+        yield "no ninja", evidence, f"{sys.executable} -m pip install ninja"
 
 
 def jobs(request: Request) -> int:

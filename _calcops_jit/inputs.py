@@ -7,6 +7,7 @@ project's sources and headers, which are few and small. A check reads no clock.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -35,8 +36,7 @@ class Inputs(SimpleNamespace):
     """The inputs of a build: what it has read. The paths are folded (Request.fold)."""
 
     files: dict[str, str]  # {file: its state}
-    # {folder: names in it}. If one of these appears, a compiler may read it in place of another
-    # file. One that ends with a slash is a folder; a file of this name may appear in its place.
+    # {folder: names in it}. If one appears, a compiler may read it in place of another file.
     absent: dict[str, list[str]]
     programs: list[str]  # the states of the compilers
 
@@ -56,9 +56,7 @@ class Inputs(SimpleNamespace):
         now = [state_of(path) for path in request.programs]
         # A library that is built already is used without a compiler, too.
         if now and self.programs and now != self.programs:
-            pairs = zip(request.programs, zip(now, self.programs))
-            changed = [path for path, (state, old) in pairs if state != old]
-            raise Changed(f"{(changed or request.programs)[0]} is another compiler")
+            raise Changed(f"{' or '.join(request.programs)} is another compiler")
         for path in self.appeared(request):
             raise Changed(f"{path} is new")
 
@@ -67,14 +65,10 @@ class Inputs(SimpleNamespace):
         paths = []
         for folded, names in self.absent.items():
             folder = request.unfold(folded)
-            try:
-                present = set(os.listdir(folder))  # quicker than a stat for each name
-            except PermissionError:
-                present = set(names)
-            except OSError:
-                present = set()
-            paths += [f"{folder}/{name}" for name in names if name in present or name[-1] == "/"]
-        return [path for path in paths if os.path.exists(path) != path.endswith("/")]
+            with contextlib.suppress(OSError):
+                present = os.listdir(folder)  # quicker than a stat for each name
+                paths += [f"{folder}/{name}" for name in {*names}.intersection(present)]
+        return list(filter(os.path.exists, paths))  # and no dangling links
 
     def merged(self, other: Inputs) -> Inputs:
         """Return the inputs of a library that is linked with an archive, whose are `other`."""
@@ -134,10 +128,11 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     headers = {path for path in read if has_version(path, request) and path.startswith(TORCH)}
     states = {path: state_of(path) for path in read if not has_version(path, request)}
     for path, now in states.items():
-        has_changed = now and _changed_since(path, start_ns)
+        # Link-time optimisation links temporary files, which are gone.
+        is_changed = now and _is_younger(path, start_ns)
         if path in before:
-            has_changed = before[path] != now
-        if has_changed:
+            is_changed = before[path] != now
+        if is_changed:
             states[path] = "changed"
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
@@ -146,11 +141,12 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     for name in tested | _names({*own, *headers} - {*request.sources}, folders):
         for folder in folders:
             path = f"{folder}/{name}"
-            parent, missing = _first_missing(folder, name)
-            if not missing and path not in states and _changed_since(path, start_ns):
-                parent, missing = os.path.split(path)  # it may have appeared too late
+            missing = _first_missing(folder, name)
+            if not missing and path not in states and _is_younger(path, start_ns):
+                missing = path  # it may have appeared too late
             if missing:
-                absent.setdefault(request.fold(parent), set()).add(missing)
+                parent = request.fold(os.path.dirname(missing))
+                absent.setdefault(parent, set()).add(os.path.basename(missing))
             elif name in tested:
                 states.setdefault(path, state_of(path))
     return Inputs(
@@ -160,24 +156,12 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     )
 
 
-def _changed_since(path: str, start_ns: int) -> bool:
-    """Return True if a file may have changed, or if a link or folder of its path was replaced."""
+def _is_younger(path: str, start_ns: int) -> bool:
+    """Return True if a file has changed since a time, or is gone."""
     try:
-        while path != "/":
-            status = os.lstat(path)
-            # A new file in a folder changes both times of the folder. A rename changes only one.
-            is_same = stat.S_ISDIR(status.st_mode) and status.st_mtime_ns == status.st_ctime_ns
-            if status.st_ctime_ns >= start_ns and not is_same:
-                return True
-            parent = os.path.dirname(path)
-            if stat.S_ISLNK(status.st_mode):
-                target = os.path.join(parent, os.readlink(path))
-                if _changed_since(target, start_ns):
-                    return True
-            path = parent
-    except OSError:  # it is gone
+        return os.stat(path).st_ctime_ns >= start_ns
+    except OSError:
         return True
-    return False
 
 
 def has_version(path: str, request) -> bool:
@@ -213,7 +197,8 @@ def paths_in_flags(request, with_linker: bool = True) -> set[str]:
     words = [*request.compiler[1:], *request.cflags, *request.cuda_cflags]
     if with_linker:
         words += request.ldflags
-    pieces = ",".join(shlex.split(" ".join(words))).split(",")
+    words = shlex.split(" ".join(words))
+    pieces = [*words, *",".join(words).split(",")]
     return {piece[piece.find("/") :].rstrip("/") for piece in pieces if "/" in piece}
 
 
@@ -247,15 +232,11 @@ def _tested(paths: set[str]) -> set[str]:
     return names
 
 
-def _first_missing(folder: str, name: str) -> tuple[str, str]:
-    """Return (its folder, its name) of the first path from `folder` to `name` that is absent.
-
-    The name is "" if none is absent. If a folder has the name, it has a slash at its end.
-    """
-    parent = path = folder
+def _first_missing(folder: str, name: str) -> str:
+    """Return the first path from `folder` to `name` that is absent; "" if none is."""
+    path = folder
     for part in name.split("/"):
-        parent = path
-        path = f"{parent}/{part}"
+        path = f"{path}/{part}"
         if not os.path.exists(path):
-            return parent, part
-    return parent, f"{part}/" if os.path.isdir(path) else ""
+            return path
+    return ""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copyreg
+import inspect
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from . import cache, handles, options, request
+from . import cache, request
 from .cache import Generation
-from .inputs import Changed, state_of
+from .inputs import state_of
 from .messages import BuildError, report, say
 from .registration import Registration
 from .request import Request
@@ -37,24 +39,6 @@ class Library:
         self._registrations: dict[str, Registration] = {}  # {digest of a generation: ...}
         self._operators: dict[str, torch._ops.OpOverloadPacket] = {}
 
-    def _is_current(self, wanted: Request) -> bool:
-        """Return True if a request's library is the present generation."""
-        if self._generation is None or wanted.slot != self._request.slot:
-            return False
-        try:
-            self._generation.inputs.check(wanted)
-        except Changed:
-            return False
-        return True
-
-    def _refuse_permanent(self) -> None:
-        """Raise BuildError if the present generation has operators that cannot be exchanged."""
-        if self._generation and self._generation.manifest["permanent"]:
-            name = self._generation.manifest["permanent"][0]
-            evidence = f"{name} was registered without torch/library.h"
-            what = f"cannot reload {self._request.name}: an operator cannot be exchanged"
-            raise report(what, [evidence], "restart Python")
-
     def _exchange(self, wanted: Request, generation: Generation) -> None:
         """Load a generation and register its operators, in place of the present one.
 
@@ -72,7 +56,7 @@ class Library:
         self._generation = generation
         for name in ("path", "operators", *self._operators):
             vars(self).pop(name, None)
-        self._operators = handles.handles(generation.manifest["operators"])
+        self._operators = _handles(generation.manifest["operators"])
         vars(self).update({"path": generation.path, "operators": self._operators})
         vars(self).update(self._operators)
 
@@ -88,7 +72,7 @@ class Library:
     def __getattr__(self, name: str):
         if name.startswith("_"):  # copy looks for methods of such names
             raise AttributeError(name)
-        raise handles.missing(f"no operator `{name}` in {self._generation.path}", self._operators)
+        raise missing(f"no operator `{name}` in {self._generation.path}", self._operators)
 
     def __repr__(self) -> str:
         operators = ", ".join(self._operators) or "no operators"
@@ -109,9 +93,8 @@ def obtain(wanted: Request, build: bool = True) -> Library | None:
     """
     with _one_at_a_time:
         library = _find_loaded(wanted)
-        if not library._is_current(wanted):
-            library._refuse_permanent()
-            if not _load(library, wanted, build):
+        while not _load(library, wanted, build):
+            if not build:
                 return None
         if library not in _loaded:
             _loaded.append(library)
@@ -119,44 +102,39 @@ def obtain(wanted: Request, build: bool = True) -> Library | None:
 
 
 def _load(library: Library, wanted: Request, build: bool) -> bool:
-    """Load a library from the cache or the wheel, or build it. Return False if it is not built."""
-    for _ in range(10):
-        reasons: list[str] = []
-        refusals: list[str] = []
-        try:
-            generation = cache.find(wanted, reasons)
-            if generation is None and _take_from_wheel(library, wanted, refusals):
-                return True
-            if generation is None:
-                if not build:
-                    return False
-                if refusals:
-                    reason = f"what the wheel brings does not fit: {refusals[0]}"
-                    say(f"building {wanted.name} from its sources; {reason}")
-                from .build import built
+    """Load a library from the cache or the wheel, or build it. Return False if it is not there."""
+    reasons: list[str] = []
+    try:
+        generation = cache.find(wanted, reasons)
+        if generation is None and _take_from_wheel(library, wanted):
+            return True
+        if generation is None and build:
+            from .build import built
 
-                generation = built(wanted, reasons)
+            generation = built(wanted, reasons)
+        if generation is None:
+            return False
+        library._exchange(wanted, generation)
+    except FileNotFoundError:  # another process has emptied the cache
+        return False
+    except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
+        raise interrupt.with_traceback(None) from None
+    return True
+
+
+def _take_from_wheel(library: Library, wanted: Request) -> bool:
+    """Load the wheel's library for this machine. Return False if it has none that works."""
+    reasons: list[str] = []
+    generation = find_in_wheel(wanted, reasons)
+    try:
+        if generation:
             library._exchange(wanted, generation)
             return True
-        except FileNotFoundError:
-            pass  # another process has emptied the cache
-        except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
-            raise interrupt.with_traceback(None) from None
-    evidence = "another process empties the cache again and again"
-    raise report(f"cannot load {wanted.name}", [evidence], "wait until it has ended")
-
-
-def _take_from_wheel(library: Library, wanted: Request, refusals: list[str]) -> bool:
-    """Load the wheel's library for this machine. Return False if it has none that works."""
-    generation = find_in_wheel(wanted, refusals)
-    if generation is None:
-        return False
-    try:
-        library._exchange(wanted, generation)
     except BuildError as error:  # this system's C library may be too old for it
-        refusals.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
-        return False
-    return True
+        reasons.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
+    if reasons:
+        say(f"what the wheel brings does not fit: {reasons[0]}")
+    return False
 
 
 def find_in_wheel(wanted: Request, reasons: list[str]) -> Generation | None:
@@ -196,7 +174,7 @@ def reload() -> list[str]:
         failure = None
         for library, _ in before:
             try:
-                obtain(options.again(library._request))
+                obtain(request.again(library._request))
             except Exception as error:
                 failure = failure or error
         if failure:
@@ -248,3 +226,56 @@ def _state(library: Library) -> tuple:
     inputs = library._generation.inputs
     files = {*library._request.sources, *map(library._request.unfold, inputs.files)}
     return names, inputs.appeared(library._request), [state_of(path) for path in sorted(files)]
+
+
+# ---- torch.ops handles ---------------------------------------------------------------------------
+
+
+def _packet(name: str):
+    """Return the handle of `namespace::name`. AttributeError: it has no schema."""
+    namespace, _, operator = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), operator)
+
+
+def missing(what: str, names: Iterable[str]) -> AttributeError:
+    """Return the error for an operator that does not exist. It lists the operators that do."""
+    public = sorted(name for name in names if not name.startswith("_"))
+    fix = "call one of these, or register it with TORCH_LIBRARY"
+    return AttributeError(str(report(what, ["there are: " + ", ".join(public)], fix)))
+
+
+def _handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket]:
+    """Return {name without namespace: torch.ops handle} of a library.
+
+    Names with a leading underscore are left out. If operators of two namespaces have the same name,
+    only the first is returned. `described` is {operator: schemas and documentation}.
+    """
+    packets = {}
+    for name, text in described.items():
+        short = name.rpartition("::")[2]
+        if not short.startswith("_") and short not in packets:
+            packets[short] = _packet(name)
+            packets[short].__doc__ = text
+            packets[short].__signature__ = _signature(packets[short])
+    return packets
+
+
+def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
+    """Return the schema's arguments for inspect.signature; None if there are several overloads."""
+    overloads = handle.overloads()
+    if len(overloads) != 1:
+        return None
+    parameters = []
+    for argument in getattr(handle, overloads[0])._schema.arguments:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if argument.kwarg_only:
+            kind = inspect.Parameter.KEYWORD_ONLY
+        default = inspect.Parameter.empty
+        if argument.has_default_value():
+            default = argument.default_value
+        parameters.append(inspect.Parameter(argument.name, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+# copy.copy() of PyTorch's own handles never returns.
+copyreg.pickle(torch._ops.OpOverloadPacket, lambda handle: (_packet, (handle._qualified_op_name,)))

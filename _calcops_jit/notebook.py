@@ -15,7 +15,7 @@ from . import library
 from .cache import write_whole
 from .inputs import digest
 from .messages import BuildError
-from .options import request_for
+from .request import request_for
 
 # A folder of this process, because two notebooks may use the same name. After a restart, a cell is
 # found in the cache nevertheless, because facts have no absolute paths.

@@ -24,11 +24,11 @@ def force(
     Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
                  atom, 1/length.
     nghost       0 to 2^40. Number of ghost atoms.
-    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31;
-                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for
-                 the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
-                 with and without it. With the index of another list, forces are wrong on CUDA. With
-                 CALCOPS_CHECK=1 it is an error on either device.
+    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
+                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
+                 search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
+                 for bit with and without it. With the index of another list, forces are wrong on CUDA.
+                 With CALCOPS_CHECK=1 it is an error on either device.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -69,11 +69,11 @@ def force_virial(
                  atom, 1/length.
     Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
     nghost       0 to 2^40. Number of ghost atoms.
-    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31;
-                 from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for
-                 the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
-                 with and without it. With the index of another list, forces are wrong on CUDA. With
-                 CALCOPS_CHECK=1 it is an error on either device.
+    neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
+                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
+                 search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
+                 for bit with and without it. With the index of another list, forces are wrong on CUDA.
+                 With CALCOPS_CHECK=1 it is an error on either device.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -105,7 +105,7 @@ def density(
     table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
     grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
                  the cells, 0 <= first < last, for each kind. The last is the cutoff.
-    harmonics    1, 4, 9, 16 or 25. The number (l_max + 1)^2 of harmonics.
+    harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 
     Returns
     result       [harmonics, n, F]; like d.
@@ -152,12 +152,11 @@ def edge_force(
                    edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
                    transposed, is not copied on the CPU.
     natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
-    edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
-                   made where absent on CUDA.
-                   None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
-                   With the edge_order of another graph, forces are wrong on CUDA. With
-                   CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
-                   calcops::edge_order.
+    edge_order     [natoms + 2E]; int32; E < 2^30.
+                   The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
+                   itself. CPU kernels ignore this argument. With the edge_order of another graph,
+                   forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+                   E must be below 2^30, as for calcops::edge_order.
 
     Returns
     force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -197,12 +196,11 @@ def edge_force_virial(
                    frame of each atom, in any order. None: all atoms are in frame 0. torch.vmap joins
                    its items to one call where batch is given, for example as zeros.
     nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
-    edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
-                   made where absent on CUDA.
-                   None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
-                   With the edge_order of another graph, forces are wrong on CUDA. With
-                   CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
-                   calcops::edge_order.
+    edge_order     [natoms + 2E]; int32; E < 2^30.
+                   The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
+                   itself. CPU kernels ignore this argument. With the edge_order of another graph,
+                   forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+                   E must be below 2^30, as for calcops::edge_order.
 
     Returns
     force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -265,7 +263,7 @@ def environment_spline(
                 cells of equal width, or (functions - 3) if `spline` is "cubic".
     functions   6 to 2^20. Number of B-splines of each kind.
     rcut_smth   >= 0. Distance at which the switch w begins to fall.
-    rcut        > rcut_smth. Cutoff distance, at which w is 0.
+    rcut        Cutoff distance, at which w is 0. It is larger than rcut_smth.
     spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
 
     Returns

@@ -2,8 +2,7 @@
 
 The registrations are collected, compared with those of other libraries, and committed as a whole or
 not at all. So a newer generation of a library can replace an older one in a running process, but no
-library can replace operators of another. It can replace kernels that other code registered, such as
-PyTorch's.
+library can replace operators or kernels of others.
 
 The C++ part is shadow/torch/library.h, with which every source is compiled. It passes the
 TORCH_LIBRARY blocks to contracts/runtime/registry.cpp.
@@ -20,8 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
-from . import handles
-from .messages import BuildError, report, say
+from .messages import BuildError, explain, report
 from .request import Request, once
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
@@ -63,8 +61,6 @@ class Registration:
         except OSError as error:
             if not os.path.exists(path):
                 raise FileNotFoundError(f"{path} is gone") from None
-            from .diagnosis import explain
-
             message = str(error).removeprefix(f"{path}: ")
             raise explain(f"cannot load {request.name}.so", message) from None
 
@@ -87,71 +83,51 @@ class Registration:
         """Return {"operator dispatch_key": C++ signature}. A fallback is " dispatch_key"."""
         return {name: signature for kind, name, signature, *_ in self._steps if kind == "impl"}
 
-    @property
-    def _signatures(self) -> dict[str, str]:
-        """Return {operator, and whether it takes SymInt: C++ signature}, the same for all keys."""
-        signatures = {}
-        for impl, text in self.impls.items():
-            if text:  # boxed kernels have none
-                kind = " with SymInt" if text.startswith("SymInt ") else ""
-                signatures[f"{impl.partition(' ')[0]} in C++{kind}"] = text
-        return signatures
-
     def names(self) -> set[str]:
         """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
-    def described(self, permanent: list[str]) -> dict[str, str]:
-        """Return {operator: its schemas, and the documentation of its contract}.
-
-        `permanent` are operators that the library registered while it was loaded.
-        """
-        schemas = {name: handles.schemas(name) for name in permanent}
+    def described(self) -> dict[str, str]:
+        """Return {operator: its schemas, and the documentation of its contract}."""
+        lines: dict[str, list[str]] = {}
         for kind, name, schema, *_ in self._steps:  # the contracts are read now
             if kind == "def":
-                schemas.setdefault(name.partition(".")[0], []).append(schema)
-        texts = {}
+                lines.setdefault(name.partition(".")[0], []).append(schema)
         for entry in self._call("documentation").split("\x1e")[:-1]:
             name, _, text = entry.partition("\n")
-            texts[name] = text.strip()
-        described = {}
-        for name, lines in sorted(schemas.items()):
-            described[name] = "\n".join([*lines, "", texts[name]] if name in texts else lines)
-        return described
+            lines[name] += ["", text.strip()]
+        return {name: "\n".join(block) for name, block in sorted(lines.items())}
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
-        """Return the error if a schema or C++ signature differs from that in `earlier`."""
-        lines: dict[str, list[str]] = {}  # {what changed: how}
+        """Return the error if a schema differs from that in `earlier`."""
+        lines: list[str] = []
         for old in earlier:
-            for before, now in ((old.defs, self.defs), (old._signatures, self._signatures)):
-                for name in sorted(before.keys() & now.keys()):
-                    if before[name] != now[name]:
-                        lines[name] = [name, *_difference(before[name], now[name])]
+            for name in sorted(old.defs.keys() & self.defs.keys()):
+                if old.defs[name] != self.defs[name]:
+                    lines += [name, *_difference(old.defs[name], self.defs[name])]
         if not lines:
             return None
-        what = f"cannot reload {self.name}: a signature changed, so nothing was exchanged"
-        fix = "restart Python, or give the operator another name"
-        return report(what, sum(lines.values(), []), fix)
+        what = f"cannot reload {self.name}: a schema changed, so nothing was exchanged"
+        return report(what, lines, "restart Python, or give the operator another name")
 
     def take(self, earlier: list[Registration]) -> None:
         """Register everything, in place of `earlier`. Every later call reaches the new kernels.
 
         BuildError: the registration is refused, and nothing has changed.
         """
-        # glibc maps a file only once, so another registration may have the same library.
-        same = [other for other in _taken if other._library._handle == self._library._handle]
-        for other in same:
-            if other.live and other not in [*earlier, self] and self.names():
+        others = [other for other in _taken if other.live and other not in [*earlier, self]]
+        for other in others:  # glibc maps a file only once
+            if other._library._handle == self._library._handle and self.names():
                 raise self._clash(min(self.names()), [other], "")
-        own = [*earlier, *same]
-        own_names = set().union(*(generation.names() for generation in own))
-        if own_names:  # else the library lists nothing
-            for impl in own_names.intersection(self.impls):
-                if impl[0] == " ":  # a fallback, of which PyTorch takes only one at a time
-                    _retire(impl, earlier)
-        refused = self._commit(own_names)
-        if refused:
-            self._commit(own_names | self._free(refused))
+        replaced = [other for other in {*_taken, *earlier} if other not in others]
+        names = set().union(*(other.names() for other in replaced))
+        if names:  # else this library lists nothing
+            names = names & self.names() - set().union(*(other.names() for other in others))
+        # It registers everything, or nothing if another name is registered already.
+        answer = self._call("commit", "\n".join(sorted(names)).encode())
+        for line in answer.splitlines()[1:]:
+            name, origin = line.split("\t")
+            raise self._clash(name, [other for other in others if name in other.names()], origin)
         for impl in {impl for old in earlier for impl in old.impls if impl not in self.impls}:
             _retire(impl, earlier)
         for old in earlier:
@@ -159,32 +135,8 @@ class Registration:
         self.live = True
         _taken[:] = [*(other for other in _taken if other is not self), self]
 
-    def _commit(self, own_names: set[str]) -> dict[str, str]:
-        """Register everything, or nothing if a name is registered already and not in `own_names`.
-
-        Return {such a name: where it was registered}.
-        """
-        answer = self._call("commit", "\n".join(sorted(own_names)).encode())
-        return dict(line.split("\t") for line in answer.splitlines()[1:])
-
-    def _free(self, registered: dict[str, str]) -> set[str]:
-        """Return the names in {name: where it was registered}, all of which may be taken.
-
-        BuildError: another library has one.
-        """
-        for name, origin in sorted(registered.items()):
-            owners = [other for other in reversed(_taken) if name in other.names()]
-            if owners and not any(owner.live for owner in owners):
-                continue  # only older generations registered it
-            # The kernel of an operator that this library does not define may be replaced.
-            operator = name.partition(" ")[0]  # "" for a fallback
-            if owners or name in self.defs or operator in self.defs or not operator:
-                raise self._clash(name, owners, origin)
-            say(f"{self.name} takes the place of {name}, {origin}")
-        return set(registered)
-
     def _clash(self, name: str, owners: list[Registration], origin: str) -> BuildError:
-        evidence = [f"{owner.name} of {owner.place} has it" for owner in owners if owner.live]
+        evidence = [f"{owner.name} of {owner.place} has it" for owner in owners]
         evidence += [origin] if origin else []
         evidence.append(f"{self.name} of {self.place} would take its place")
         what = f"cannot load {self.name}: {name} is there already"

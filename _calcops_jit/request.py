@@ -6,7 +6,6 @@ compared at every import (inputs.py).
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -18,8 +17,10 @@ import torch
 
 from . import cuda
 from .inputs import TORCH, digest
+from .messages import BuildError
+from .processor import MACHINE, features
 
-FORMAT = 9  # the version of the cache's format
+FORMAT = 10  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
 
 
@@ -48,26 +49,27 @@ def _part(name: str) -> str:
 SHADOW = f"{LOADER}/shadow"  # headers that come before PyTorch's on the include path
 CONTRACTS = _part("contracts")
 HEADERS = (SHADOW, f"{CONTRACTS}/include")  # the folders of headers for every source
-MACHINE = os.uname().machine
-WRAPPERS = ("ccache", "sccache")
 # Two builds of one operator can be in one process. Hidden symbols that are not "gnu unique" keep
 # them from sharing variables.
 BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # -Og inlines nothing, which takes a quarter of a call.
-RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtimes()
-# The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
-LEVELS = {
-    "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
-    "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
-    "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
-}
+RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
     "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH"
     " GCC_EXEC_PREFIX LD_RUN_PATH LIBRARY_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS"
     " SOURCE_DATE_EPOCH"
 ).split()
+# The other options of torch.utils.cpp_extension.load, and the value that each must have.
+_TORCH_OPTIONS = {
+    "build_directory": None,  # CALCOPS_CACHE names the cache's folder
+    "is_python_module": False,
+    "is_standalone": False,
+    "keep_intermediates": True,
+    "with_sycl": None,
+    "extra_sycl_cflags": None,
+}
 
 
 class Request(SimpleNamespace):
@@ -120,14 +122,18 @@ class Request(SimpleNamespace):
 
     @once
     def programs(self) -> list[str]:
-        """Return the paths of the compilers, also of those that wrappers such as ccache run."""
+        """Return the paths of the compilers. A wrapper such as ccache runs a later one in PATH."""
         if self.level:  # a wheel's library is used without compilers
             return []
-        programs: list[str] = []
-        for word in filter(_is_program, self.compiler):
-            programs += _programs(word, self.environment.get("PATH", ""))
-        if self.cuda.build:
-            programs.append(f"{self.cuda.home}/bin/nvcc")
+        programs = [f"{self.cuda.home}/bin/nvcc"] if self.cuda.build else []
+        for word in self.compiler:
+            folders = [""] if "/" in word else self.environment.get("PATH", "").split(":")
+            paths = dict.fromkeys(
+                os.path.realpath(os.path.join(folder, word)) for folder in folders
+            )
+            programs += [
+                path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)
+            ]
         return programs
 
     @once
@@ -144,9 +150,9 @@ class Request(SimpleNamespace):
             "name": self.name,
             "sources": [self.fold(path) for path in self.sources],
             "include paths": [self.fold(path) for path in self.include_paths],
-            "C++ flags": self._fold_flags(self.cflags),
-            "CUDA flags": self._fold_flags(self.cuda_cflags),
-            "linker flags": self._fold_flags(self.ldflags),
+            "C++ flags": list(self.cflags),
+            "CUDA flags": list(self.cuda_cflags),
+            "linker flags": list(self.ldflags),
             "runtime's flags": list(RUNTIME),  # it is linked into the library
             "PyTorch": [torch.__version__, torch.version.git_version, str(torch.version.debug)],
         }
@@ -155,10 +161,8 @@ class Request(SimpleNamespace):
         if self.level:  # the other facts are those of one machine
             flags = torch.__config__._cxx_flags()
             return facts | {"level": self.level, "PyTorch's flags": digest(flags.encode())}
-        # A word after an option may belong to it, as in `-I folder`.
-        arguments = tuple(itertools.dropwhile(_is_program, self.compiler))
         facts |= {
-            "compiler arguments": self._fold_flags(arguments),
+            "compiler": self.compiler,
             # A PyTorch that is built again has libraries of other sizes.
             "PyTorch's size": os.path.getsize(f"{TORCH}/lib/libtorch_cpu.so"),
             "PyTorch's folder": TORCH,  # it is in the library's rpath
@@ -170,32 +174,10 @@ class Request(SimpleNamespace):
             ],
         }
         if any("native" in flag for flag in flags):
-            facts["processor"] = processor()
+            facts["processor"] = features()
         if self.asked is not None:  # it may call Python
             facts["Python"] = EXTENSION_SUFFIXES[0]
         return facts
-
-    def _fold_flags(self, flags: tuple[str, ...]) -> list[str]:
-        """Replace the root in search paths. Other paths, as in -D and -rpath, stay in a library."""
-        root = re.compile(rf"^(-I|-L|-iquote|-isystem)?{re.escape(self.root)}/")
-        return [root.sub(r"\1@root/", flag) for flag in flags]
-
-
-def _is_program(word: str) -> bool:
-    """Return True if a word of a compiler's command may be a program."""
-    return "=" not in word and not word.startswith(("-", "@"))
-
-
-def _programs(name: str, path: str) -> list[str]:
-    """Return the real path of a program, and if it is ccache, of the next one of its name."""
-    found: list[str] = []
-    for folder in [""] if "/" in name else path.split(":"):
-        program = os.path.realpath(os.path.join(folder, name))
-        if os.path.isfile(program) and os.access(program, os.X_OK):
-            found.append(program)
-            if os.path.basename(program) not in WRAPPERS:
-                break
-    return found
 
 
 def words_of(variable: str) -> list[str]:
@@ -212,56 +194,29 @@ def words_of(variable: str) -> list[str]:
         raise ValueError(f"calcops_jit: {what}") from None
 
 
-def processor() -> list[str]:
-    """Return the words of /proc/cpuinfo on which -march=native depends, and some more."""
-    with open("/proc/cpuinfo", errors="replace") as file:
-        text = file.read(8192)  # all cores would take the kernel long
-    lines = re.findall(r"(?m)^(?:flags|Features|CPU (?:part|implementer))\s*:(.*)\n", text)
-    return sorted({word for line in lines for word in line.split()})
+def runtime() -> Request:
+    """Return the Request for the runtime: the C++ of contracts, and of registration.
 
-
-def levels() -> list[str]:
-    """Return the levels that this processor has, the highest first."""
-    words = set(processor())
-    here: list[str] = []
-    for level, extensions in LEVELS.items():
-        if not words.issuperset(extensions.split()):
-            break
-        here.insert(0, level)
-    return here
-
-
-def runtimes() -> list[Request]:
-    """Return the Requests for the runtime: the C++ of contracts, and of registration.
-
-    Both include PyTorch's headers. Each is built once for each PyTorch, as an archive with one
-    object. A library without contracts needs only the second, which compiles in a third of the
-    time.
+    It includes PyTorch's headers, and is built once for each PyTorch. It is an archive, from which
+    the linker takes what a library needs.
     """
-    return [
-        Request(
-            name="runtime",
-            product="runtime.a",
-            root=CONTRACTS,
-            sources=(f"{CONTRACTS}/runtime/{source}",),
-            cflags=RUNTIME,
-        )
-        for source in ("runtime.cpp", "registry.cpp")
-    ]
+    return Request(
+        name="runtime",
+        product="runtime.a",
+        root=CONTRACTS,
+        sources=(f"{CONTRACTS}/runtime/runtime.cpp", f"{CONTRACTS}/runtime/registry.cpp"),
+        cflags=RUNTIME,
+    )
 
 
-def own(
-    choice: cuda.Choice | None = None, *, level: str = "", root: str = "", name: str = "calcops"
-) -> Request:
+def own(choice: cuda.Choice | None = None, level: str = "") -> Request:
     """Return the Request for ops/: every .cpp in it and its folders, and every .cu for CUDA.
 
     Args:
         choice: whether to build for CUDA; default: cuda.choose().
         level: for a library in a wheel: the level of x86-64. Default: this processor.
-        root: the folder; default: ops/ beside calcops_jit.py in a checkout, else in this package.
-        name: name of the library.
     """
-    root = root or _part("ops")
+    root = _part("ops")
     choice = choice or cuda.choose()
     extra = words_of("CALCOPS_CFLAGS")
     # Without -fopenmp, parallel_for is a plain loop. The library loads torch's libgomp, because
@@ -277,8 +232,8 @@ def own(
     folders = [root, *(f"{root}/{name}" for name in names if name[0] not in "._")]
     files = [f"{folder}/{name}" for folder in folders for name in sorted(os.listdir(folder))]
     return Request(
-        name=name,
-        product=f"{name}.so",
+        name="calcops",
+        product="calcops.so",
         root=root,
         sources=tuple(file for file in files if file.endswith(suffixes) and "/." not in file),
         cflags=tuple(cflags),
@@ -287,3 +242,102 @@ def own(
         cuda=choice,
         level=level,
     )
+
+
+# ---- calcops_jit.load ----------------------------------------------------------------------------
+
+
+def request_for(
+    name,
+    sources,
+    extra_cflags=None,
+    extra_cuda_cflags=None,
+    extra_ldflags=None,
+    extra_include_paths=None,
+    verbose=False,
+    with_cuda=None,
+    torch_options=(),
+) -> Request:
+    """Return the Request for a user's sources, from the options of calcops_jit.load."""
+    for option, value in dict(torch_options).items():
+        if option not in _TORCH_OPTIONS:
+            raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
+        if value and value != _TORCH_OPTIONS[option]:
+            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}")
+    allowed = r"(?!(?:calcops|runtime)$)[A-Za-z_][\w.-]{,199}"
+    if not isinstance(name, str) or not re.fullmatch(allowed, name):
+        words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
+        raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
+    paths = _absolute("sources", sources)
+    if not paths:
+        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
+    if with_cuda is None:
+        with_cuda = any(path.endswith((".cu", ".cuh")) for path in paths)
+    folders = _absolute("extra_include_paths", extra_include_paths)
+    asked = {
+        "name": name,
+        "sources": paths,
+        "extra_cflags": _flags("extra_cflags", extra_cflags),
+        "extra_cuda_cflags": _flags("extra_cuda_cflags", extra_cuda_cflags),
+        "extra_ldflags": _flags("extra_ldflags", extra_ldflags),
+        "extra_include_paths": folders,
+        "with_cuda": with_cuda,
+    }
+    # A source that is a link is not resolved, because compilers search headers beside the link.
+    real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
+    root = os.path.commonpath(map(os.path.dirname, real))
+    define = f"-DTORCH_EXTENSION_NAME={name}"
+    return Request(
+        name=name,
+        product=f"{name}.so",
+        root=os.path.dirname(real[0]) if root == "/" else root,
+        sources=tuple(real),
+        cflags=(*BASE, define, *asked["extra_cflags"]),
+        cuda_cflags=(*CUDA_BASE, define, *asked["extra_cuda_cflags"]),
+        ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
+        include_paths=(*HEADERS, *map(os.path.realpath, folders)),
+        cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
+        asked=asked,
+        verbose=verbose,
+    )
+
+
+def again(request: Request) -> Request:
+    """Return the Request of the same library in the present environment.
+
+    BuildError: a source is gone.
+    """
+    if request.asked is None:
+        return own()
+    try:
+        return request_for(**request.asked)
+    except FileNotFoundError as error:
+        raise BuildError(f"cannot build {request.name}: {error}") from None
+
+
+def _absolute(argument: str, value) -> list[str]:
+    """Return absolute paths from a path, or a sequence of paths."""
+    # os.path.abspath would resolve "link/.." to the folder of the link, not to that of its target.
+    return [os.path.join(os.getcwd(), path) for path in _strings(argument, value)]
+
+
+def _strings(argument: str, value) -> list[str]:
+    """Return a list of strings from a path, a string, or a sequence of these."""
+    try:
+        items = [value] if isinstance(value, (str, os.PathLike)) else value or ()
+        return list(map(os.fsdecode, items))
+    except TypeError:
+        what = f"expected `{argument}` as strings or paths, got {value!r}"
+        raise TypeError(f"calcops_jit.load: {what}") from None
+
+
+def _flags(argument: str, value) -> list[str]:
+    """Return a list of flags from a sequence, or from a string as a shell would split it."""
+    if isinstance(value, str):
+        import shlex  # slow to import, and rarely needed
+
+        return shlex.split(value)
+    return _strings(argument, value)

@@ -25,7 +25,8 @@ import warnings
 from . import cache, cuda, request
 from .cache import Generation
 from .messages import BuildError, report
-from .request import LOADER, MACHINE, Request
+from .processor import LEVELS, MACHINE, levels
+from .request import LOADER, Request
 
 _BUILT = "lib/_calcops_jit/built"  # in a temporary folder, from which setuptools packs lib/
 _NO_CUDA = cuda.Choice(
@@ -38,7 +39,7 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
 
     Why none fits is appended to `reasons`.
     """
-    for level in request.levels():
+    for level in levels():
         for path in sorted(glob.glob(f"{glob.escape(LOADER)}/built/*/*")):
             try:
                 facts = cache.read_record(f"{path}/manifest")["facts"]
@@ -47,7 +48,7 @@ def find(wanted: Request, reasons: list[str]) -> Generation | None:
             except cache.UNFIT as problem:
                 reasons.append(str(problem))
     if not reasons:
-        reasons.append(f"this processor has none of {' '.join(request.LEVELS)}")
+        reasons.append(f"this processor has none of {' '.join(LEVELS)}")
     return None
 
 
@@ -123,7 +124,7 @@ def add(folder: str) -> None:
     choice = cuda.choose()
     if not choice.build and not choice.fatal:
         choice = _NO_CUDA
-    for level in request.LEVELS:
+    for level in LEVELS:
         wanted = request.own(choice=choice, level=level)
         found = cache.find(wanted) or built(wanted, [level])
         target = f"{folder}/{wanted.slot}/{found.digest}"

@@ -3,13 +3,12 @@
     make bench
 
 Each row is a situation of a user, measured in a new process. `--readme` puts the table into
-README.md and draws results/loaders.png.
+README.md.
 """
 
 import argparse
 import datetime
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ CELL = SOURCE.replace("#include <answer.h>\n", "").replace("bench,", "NAMESPACE,
 CONTRACT_CELL = """\
 #include <calcops/operator.h>
 const calcops::Contract contract(R"(
-scaled(Tensor x) -> Tensor
+scaled(Tensor x) -> Tensor y
 x  []; int64.
 y  []; like x.
 )");
@@ -256,38 +255,6 @@ ROWS = {
 }
 
 
-def draw(rows: list[tuple[str, list[str]]]) -> None:
-    """Draw the rows in which a loader takes seconds or fails. Words take the place of a bar."""
-    from matplotlib import pyplot
-
-    in_seconds = re.compile(r"([\d.]+) s\b")
-    rows = [
-        (row, cells)
-        for row, cells in rows
-        if in_seconds.match(cells[1]) or cells[0].startswith("**")
-    ]
-    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.55 * len(rows)), layout="constrained")
-    sides = ((1, "calcops_jit.load", "#20639b"), (0, "torch.utils.cpp_extension.load", "#b0b7c3"))
-    for i, (side, label, colour) in enumerate(sides):
-        for height, (_, cells) in enumerate(rows):
-            seconds = in_seconds.match(cells[side])
-            y = height + 0.38 * (i - 0.5)
-            if seconds:
-                label_once = label if height == 0 else None
-                bar = axes.barh(y, float(seconds[1]), 0.36, color=colour, label=label_once)
-                axes.bar_label(bar, [f"{seconds[1]} s"], padding=3)
-            elif cells[side] != "-":
-                words = cells[side].replace("*", "")
-                axes.text(0.15, y, words, va="center", color=colour if side else "0.4")
-    axes.set_yticks(range(len(rows)), [row.partition(" (")[0] for row, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.margins(x=0.15)
-    axes.set_xlabel("seconds")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, loc="outside upper right", ncols=2)
-    figure.savefig(ROOT / "bench/results/loaders.png", dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
@@ -295,13 +262,12 @@ def main() -> None:
     options = parser.parse_args()
     today = datetime.date.today()
     lines = ["| | `torch.utils.cpp_extension.load` | `calcops_jit.load` |", "|---|---|---|"]
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         sides = [Side(name, Path(folder)) for name in LOAD]
         for row, measure in ROWS.items():
             if options.only in measure.__name__:
-                rows.append((row, [measure(side) for side in sides]))
-                lines.append(f"| {row} | {' | '.join(rows[-1][1])} |")
+                cells = [measure(side) for side in sides]
+                lines.append(f"| {row} | {' | '.join(cells)} |")
                 print(lines[-1], flush=True)
     about = (
         f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, "
@@ -310,9 +276,7 @@ def main() -> None:
     if options.readme:
         readme = ROOT / "README.md"
         before, _, rest = readme.read_text().partition("<!-- loaders -->")
-        draw(rows)
-        picture = "![seconds of both loaders](bench/results/loaders.png)"
-        table = "\n".join([*lines, "", picture, f"({about}; `bench/bench_plain_load.py`)"])
+        table = "\n".join([*lines, "", f"({about}; `bench/bench_plain_load.py`)"])
         readme.write_text(f"{before}<!-- loaders -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
     print(about)
 

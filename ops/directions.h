@@ -61,7 +61,7 @@ class Directions {
   int count_ = 0;
 };
 
-inline void add(Value& sum, const Value& term) { sum = sum.is_tensor() ? sum + term : term; }
+inline void add(Value& sum, const Value& term) { sum = sum.is_none() ? term : sum + term; }
 
 // Set the gradients of <grad, A(d; v)> for d and v, where they are wanted. gradient(w) is
 // grad_d <grad, A(d; w)>. Without directions, `of_directions` is not used.

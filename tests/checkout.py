@@ -32,7 +32,7 @@ print(ctypes.CDLL(library.path).answer())
 CONTRACT = """
 #include <calcops/operator.h>
 const calcops::Contract contract(R"(
-{name}(Tensor x) -> Tensor
+{name}(Tensor x) -> Tensor y
 x [N]; float64.
 y [N]; like x.
 )");
@@ -41,13 +41,34 @@ void {name}(calcops::View<const double, 1> x, calcops::View<double, 1> y) {{
 }}
 const calcops::Kernel cpu("{name}", {name});
 """
+# Makes a list `events` of the processes that the script starts and of the files that it writes.
+AUDITED = """
+import sys
+sys.dont_write_bytecode = True
+events = []
+def audit(event, arguments):
+    starts = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir")
+    if event in starts or (event == "open" and set(str(arguments[1])) & set("wax+")):
+        events.append((event, arguments))
+sys.addaudithook(audit)
+"""
+# Makes a file have other contents for Python's open().
+_REPLACED_FILE = """
+import builtins, io
+def open(path, mode="r", *arguments, real=builtins.open, **options):
+    if path != {path!r}:
+        return real(path, mode, *arguments, **options)
+    return io.BytesIO({text!r}.encode()) if "b" in mode else io.StringIO({text!r})
+builtins.open = io.open = open
+"""
 # Modules that a build imports and a warm import does not.
 BUILDING = "import torch.utils.cpp_extension, setuptools, resource"
 # The zygote reads jobs, one JSON object a line. It forks a child for a script and answers with its
 # pid. It answers {"wait": pid} with the exit status of that child.
 _ZYGOTE = """
-import json, os, sys, traceback
+import json, os, signal, sys, traceback
 import torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 for line in sys.stdin:
     job = json.loads(line)
     if "wait" in job:
@@ -71,6 +92,9 @@ for line in sys.stdin:
         code = 0
     except SystemExit as stop:
         code = stop.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -117,11 +141,30 @@ def compiler(name: str = "c++") -> str:
     """
     text = f"""#!/bin/sh
 echo "$@" >> "$TEST_LOG"
-case "$*" in *" -c "*) while [ -e "$TEST_SLOW" ]; do sleep 0.05; done;; esac
+case "$*" in
+  *" -c "*/contracts/runtime/*.cpp*) ;;
+  *" -c "*) while [ -e "$TEST_SLOW" ]; do sleep 0.05; done;;
+esac
 [ -z "$TEST_HOOK" ] || . "$TEST_HOOK"
 exec {shutil.which(name) or shutil.which("c++")} "$@"
 """
     return str(_constant_file(f"logging-{name}", text))
+
+
+def with_cpuinfo(text: str) -> str:
+    """Return the begin of a script for which /proc/cpuinfo has a text."""
+    return with_file("/proc/cpuinfo", text)
+
+
+def with_file(path: str, text: str) -> str:
+    """Return the begin of a script for which a file has a text."""
+    return _REPLACED_FILE.format(path=path, text=text)
+
+
+def replace_runtime(contracts: Path) -> None:
+    """Replace the C++ runtime, which takes ten seconds to compile, by empty sources."""
+    for part in "runtime", "registry":
+        (contracts / f"runtime/{part}.cpp").write_text("// compiles in a moment\n")
 
 
 @functools.cache
@@ -129,8 +172,8 @@ def cache_with_runtime() -> Path:
     """Return a cache that has only the compiled C++ runtime of contracts.
 
     Every library that registers operators is linked with this runtime, which takes ten seconds to
-    compile. So caches of tests begin as copies of this one. It lies in .pytest_cache, and the
-    loader builds it again if the runtime was edited.
+    compile. So caches of tests with operators begin as copies of this one. It lies in
+    .pytest_cache, and the loader builds it again if the runtime was edited.
     """
     source = _constant_file("seed.cpp", CONTRACT.format(name="seed", factor=1))
     cache = source.with_name("cache")
@@ -156,13 +199,7 @@ class Child:
         self._out, self._err = Path(f"{stem}.out"), Path(f"{stem}.err")
         self._out.touch()
         self._err.touch()
-        environment = clean_environment() | {
-            "CALCOPS_CACHE": str(checkout.cache),
-            # If the cache cannot be written, the loader builds below TMPDIR. In /tmp, tests would
-            # share that folder.
-            "TMPDIR": str(checkout.path.parent),
-            "MAX_JOBS": "1",
-        }
+        environment = clean_environment() | {"CALCOPS_CACHE": str(checkout.cache), "MAX_JOBS": "1"}
         environment |= env
         self.pid = self.zygote.ask(
             script=script,
@@ -188,10 +225,12 @@ class Child:
 class Checkout:
     """A copy of the loader with its own operators, its own cache and a project beside it.
 
-    The compiler keeps a log, and waits before it compiles a unit as long as the file `slow` exists.
+    Without `has_runtime`, its libraries cannot register operators, and it builds its first one
+    in half a second. The compiler keeps a log, and waits before it compiles a unit of a project as
+    long as the file `slow` exists.
     """
 
-    def __init__(self, folder: Path, preamble: str = BUILDING):
+    def __init__(self, folder: Path, preamble: str = BUILDING, has_runtime: bool = False):
         self.zygote = the_zygote(preamble)
         self.path = folder / "checkout"
         self.cache = folder / "cache"
@@ -203,7 +242,10 @@ class Checkout:
         shutil.copytree(HERE / "_calcops_jit", self.path / "_calcops_jit", ignore=skipped)
         shutil.copytree(HERE / "contracts", self.path / "contracts")
         shutil.copy(HERE / "calcops_jit.py", self.path)
-        shutil.copytree(cache_with_runtime(), self.cache)
+        if has_runtime:
+            shutil.copytree(cache_with_runtime(), self.cache)
+        else:
+            replace_runtime(self.path / "contracts")
         self.write("ops/tiny/tiny.h", "#define ANSWER 1\n")
         self.write(
             "ops/tiny/tiny.cpp", '#include "tiny/tiny.h"\n' + ANSWER.format("return ANSWER;")
@@ -263,8 +305,12 @@ class Checkout:
 
     def commands(self) -> list[str]:
         """Return the compilers' commands since the last call that compile units of a project."""
-        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        commands = self._commands()
         self.log.unlink(missing_ok=True)
+        return commands
+
+    def _commands(self) -> list[str]:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
         own = re.compile(r"/contracts/runtime/\S*\.cpp")  # the loader's own units
         return [line for line in lines if " -c " in line and not own.search(line)]
 
@@ -273,16 +319,14 @@ class Checkout:
         return len(self.commands())
 
     def is_compiling(self) -> bool:
-        return self.log.exists() and " -c " in self.log.read_text()
+        return bool(self._commands())
 
     def libraries(self, name: str = "calcops") -> list[Path]:
         return sorted(self.cache.glob(f"{name}-*/*/{name}.so"))
 
     def files(self) -> list[Path]:
-        """Return the files in the cache except those of the runtime, which takes long to build."""
-        others = re.compile(r"/\S*(?:runtime|seed)")
-        files = [path for path in self.cache.rglob("*") if path.is_file()]
-        return sorted(path for path in files if not others.match(str(path)[len(str(self.cache)) :]))
+        """Return the files in the cache."""
+        return sorted(path for path in self.cache.rglob("*") if path.is_file())
 
 
 def _write(path: Path, text: str) -> Path:

@@ -16,6 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 RUNS = int(os.environ.get("CALCOPS_KERNEL_RUNS", "2"))
 
 
+TYPES = (torch.float32, torch.int32), (torch.float64, torch.int64)
+
+
+def alternating(sizes):
+    """Return (size, dtype, dtype of lists) for each size. Neighbours have different dtypes."""
+    return [(size, *TYPES[number % 2]) for number, size in enumerate(sizes)]
+
+
 def same_bits(results, others):
     for result, other in zip(results, others, strict=True):
         torch.testing.assert_close(result, other, rtol=0, atol=0, equal_nan=True)

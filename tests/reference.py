@@ -49,34 +49,6 @@ def force(list_neigh, dE, Ri_d, nghost=0, center=True):
     return force_virial(list_neigh, dE, Ri_d, Rij, nghost, center)[0]
 
 
-def chunked_force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, chunk=4096):
-    """Return the results of force_virial in float64, for large inputs. Not differentiable.
-
-    It adds up `chunk` atoms at a time with index_add_.
-    """
-    frames, natoms, _ = list_neigh.shape
-    force, atom_virial = (
-        dE.new_zeros(frames, natoms + nghost, width, dtype=torch.float64) for width in (3, 9)
-    )
-    for frame in range(frames):
-        for first in range(0, natoms, chunk):
-            part = (frame, slice(first, first + chunk))
-            target = list_neigh[part]
-            live = target >= 0
-            rows = target[live].long()
-            dE_part = dE[part].reshape(*target.shape, 4, 1)[live].double()
-            Ri_d_part = Ri_d[part].reshape(*target.shape, 4, 3)[live].double()
-            Rij_part = Rij[part].reshape(*target.shape, 1, 3)[live].double()
-            pair_force = (dE_part * Ri_d_part).sum(-2)
-            pair_virial = (pair_force[:, :, None] * Rij_part).flatten(1)
-            centre = first + torch.arange(len(target), device=rows.device)
-            force[frame].index_add_(0, rows, pair_force)
-            force[frame].index_add_(0, centre[:, None].expand_as(live)[live], -pair_force)
-            atom_virial[frame].index_add_(0, rows, pair_virial)
-    atom_virial = atom_virial.unflatten(2, (3, 3))
-    return force, atom_virial.sum(1), atom_virial
-
-
 def pairs(
     frames=3,
     natoms=5,
@@ -134,7 +106,8 @@ def differentiable_pairs(**options):
 
 def neighbor_force(list_neigh, dE, Ri_d, nghost=0):
     """Return the force of the pairs on the neighbours alone, without that on the centre atoms."""
-    return torch.ops.calcops._force_virial(list_neigh, dE, Ri_d, None, nghost, False)[0]
+    mask = [True, False, False]
+    return torch.ops.calcops._force_virial(list_neigh, dE, Ri_d, None, nghost, False, mask)[0]
 
 
 def scalar_of(function, list_neigh):
@@ -176,3 +149,106 @@ def opcheck(op, args, kwargs=None):
     """Run every check that PyTorch has for an operator. By default opcheck skips static shapes."""
     results = torch.library.opcheck(op, args, kwargs, test_utils=tuple(ALL_TEST_UTILS))
     assert results == dict.fromkeys(ALL_TEST_UTILS, "SUCCESS")
+
+
+def index_reference(list_neigh, nghost=0):
+    """Return neighbor_index in plain Python: where the slots of each atom end, then the slots."""
+    frames, rows = len(list_neigh), list_neigh.shape[1] + nghost
+    results = []
+    for frame in list_neigh.flatten(1).tolist():
+        ends = []
+        slots = []
+        for row in range(rows):
+            slots += [slot for slot, j in enumerate(frame) if j == row]
+            ends.append(len(slots))
+        results.append(ends + slots + [-1] * (len(frame) - len(slots)))
+    width = rows + list_neigh.shape[1:].numel()
+    return torch.tensor(results, dtype=torch.int32).reshape(frames, width)
+
+
+def order_reference(edge_index, natoms):
+    """Return edge_order: the neighbor_index of a list with both rows of the valid edges."""
+    is_valid = ((edge_index >= 0) & (edge_index < natoms)).all(0)
+    ends = torch.where(is_valid, edge_index.long(), -1).reshape(1, 1, -1)
+    if natoms == 0:
+        return torch.full((ends.numel(),), -1, dtype=torch.int32)
+    return index_reference(ends, natoms - 1)[0]  # the list has one atom, so the others are ghosts
+
+
+# ---- checks that several operators share --------------------------------------------------------
+
+
+def assert_strides_and_threads_change_no_bit(function, *tensors):
+    """Compare the results of `function` for contiguous and strided tensors on several threads."""
+    expected = function(*tensors)
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+    assert not strided[0].is_contiguous()
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3, 5):
+            torch.set_num_threads(count)
+            for inputs in (tensors, strided):
+                assert_equal_lists(function(*inputs), expected, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def assert_empty_slots_never_matter(function, empty, left_out, *values):
+    """Compare `function` of values [n, K, ...] with NaN in the empty slots [n, K] and without.
+
+    The slots that are left out, the empty ones among them, have derivatives of zero.
+    """
+    dirty = [x.clone() for x in values]
+    for x in dirty:
+        x[empty] = torch.nan
+        x.requires_grad_()
+    result = function(*dirty)
+    assert torch.equal(result, function(*values))
+    scalar = result.square().sum()
+    for _ in range(2):
+        gradients = torch.autograd.grad(scalar, dirty, create_graph=True)
+        for gradient in gradients:
+            assert gradient.isfinite().all()
+            assert (gradient[left_out] == 0).all()
+        scalar = sum(gradient.square().sum() for gradient in gradients)
+    tangents = [torch.ones_like(x) for x in values]
+    for tangent in tangents:
+        tangent[left_out] = torch.nan
+    assert torch.func.jvp(function, tuple(dirty), tuple(tangents))[1].isfinite().all()
+
+
+def assert_modes_agree(scalar, *inputs, argument=0, **tolerance):
+    """Compare third derivatives of a scalar, two of them in input 0, in all mixtures of modes."""
+    rev, fwd = torch.func.jacrev, torch.func.jacfwd
+    expected = rev(rev(rev(scalar), argument))(*inputs)
+    for outer, middle, inner in (
+        (fwd, rev, rev),
+        (rev, fwd, rev),
+        (rev, rev, fwd),
+        (fwd, fwd, fwd),
+    ):
+        result = outer(middle(inner(scalar), argument))(*inputs)
+        torch.testing.assert_close(result, expected, **tolerance)
+
+
+def assert_compiles_and_exports(function, arguments, sizes, other):
+    """Compare torch.compile and torch.export with eager mode.
+
+    Some arguments require a gradient. `sizes` are their dynamic shapes, and `other` arguments of
+    other sizes.
+    """
+    leaves = [x for x in arguments if x.requires_grad]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    gradients = [
+        torch.autograd.grad(f(*arguments).square().sum(), leaves) for f in (compiled, function)
+    ]
+    assert_equal_lists(*gradients, rtol=1e-12, atol=1e-12)
+
+    class Module(torch.nn.Module):
+        def forward(self, *arguments):
+            return function(*arguments)
+
+    # The module takes *arguments, which is one argument for torch.export.
+    detached = tuple(x.detach() for x in arguments)
+    program = torch.export.export(Module(), detached, dynamic_shapes=(sizes,))
+    assert torch.equal(program.module()(*other), function(*other))

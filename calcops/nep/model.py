@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from calcops.nep.nep_file import NepFile, read
 from calcops.nep.radial_splines import b_splines, interpolation, radial_basis
+from calcops.potentials.potential import forces_of_slots
 
 import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
@@ -291,8 +292,7 @@ class Nep(torch.nn.Module):
 
     def evaluate(self, types, list_neigh, Rij, kind, nghost: int, create_graph: bool):
         """Return the results of `forward` from those of `environment`."""
-        B, n, K = list_neigh.shape
-        natoms = n + nghost
+        B, n, _ = list_neigh.shape
         types = types.expand(B, types.shape[-1])
         if not create_graph:
             Rij = Rij.detach()
@@ -306,21 +306,7 @@ class Nep(torch.nn.Module):
         if not create_graph:
             atom_energy = atom_energy.detach()
             d = d.detach()
-
-        frame = torch.arange(B, device=Rij.device)
-        first = (frame * natoms).view(B, 1, 1)
-        centre = first + torch.arange(n, device=Rij.device).unsqueeze(-1)
-        neighbour = torch.where(kind >= 0, list_neigh + first, -1)
-        force, virial, atom_virial = torch.ops.calcops.edge_force_virial(
-            torch.stack([centre.expand(B, n, K), neighbour]).flatten(1),
-            gradient.flatten(0, 1),
-            d.flatten(0, 1),
-            B * natoms,
-            batch=frame.unsqueeze(1).expand(B, natoms).flatten(),
-            nframes=B,
-        )
-        force = force.view(B, natoms, 3)
-        atom_virial = atom_virial.view(B, natoms, 3, 3)
+        force, virial, atom_virial = forces_of_slots(list_neigh, kind >= 0, gradient, d, nghost)
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
 
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):

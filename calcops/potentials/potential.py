@@ -33,6 +33,36 @@ def edges(list_neigh, natoms: int):
     return torch.stack([centre.expand(B, K, n), neighbour]).flatten(1)
 
 
+def forces_of_slots(list_neigh, is_pair, gradient, Rij, nghost: int):
+    """Return force, virial and per-atom virial of energies that depend on Rij.
+
+    Args:
+        list_neigh: [B, n, K].
+        is_pair: [B, n, K]: the slots that count.
+        gradient: [B, n, K, 3] or [B n, K, 3], the derivative of the energy with respect to Rij.
+        Rij: of the same shape.
+        nghost: the number of ghosts.
+
+    Returns:
+        force [B, n + nghost, 3], virial [B, 3, 3], atom_virial [B, n + nghost, 3, 3].
+    """
+    B, n, K = list_neigh.shape
+    natoms = n + nghost
+    frame = torch.arange(B, device=Rij.device)
+    first = (frame * natoms).view(B, 1, 1)
+    centre = first + torch.arange(n, device=Rij.device).unsqueeze(-1)
+    neighbour = torch.where(is_pair, list_neigh + first, -1)
+    force, virial, atom_virial = torch.ops.calcops.edge_force_virial(
+        torch.stack([centre.expand(B, n, K), neighbour]).flatten(1),
+        gradient.reshape(-1, 3),
+        Rij.reshape(-1, 3),
+        B * natoms,
+        batch=frame.unsqueeze(1).expand(B, natoms).flatten(),
+        nframes=B,
+    )
+    return force.view(B, natoms, 3), virial, atom_virial.view(B, natoms, 3, 3)
+
+
 class Potential(torch.nn.Module):
     """Energies of atoms, with forces, virial and per-atom virial by edge_force_virial.
 

@@ -4,7 +4,7 @@
     energy, atom_energy, force, virial, atom_virial = model(types, list_neigh, Rij, nghost)
 
 Definition: Zhang et al., NeurIPS 31, 4436 (2018); Zeng et al., J. Chem. Phys. 159, 054801 (2023),
-II.B.1. DeePMD-kit computes the same numbers, as tests/packages/test_train.py
+II.B.1. DeePMD-kit computes the same numbers, as tests/packages/test_deepmd.py
 shows. Two of its conventions, from its deepmd/dpmodel (v3.2): an empty slot has the row
 (0 - davg) / dstd, and D is divided by the number of slots squared.
 """
@@ -13,6 +13,7 @@ import copy
 
 import numpy as np
 import torch
+from calcops.potentials.potential import forces_of_slots
 from calcops.train import splines, tables
 from calcops.train.differences import differences
 from calcops.train.pairs import switch
@@ -373,7 +374,7 @@ class DeepPotential(torch.nn.Module):
         empty: torch.Tensor,
     ):
         """Return the results of `forward` by a spline."""
-        B, n, K = list_neigh.shape
+        B, n, _ = list_neigh.shape
         kind = self.select(types, list_neigh, Rij)
         types = types[:, :n].flatten()
         d = Rij.flatten(0, 1)
@@ -386,23 +387,7 @@ class DeepPotential(torch.nn.Module):
         assert dE is not None  # for torch.jit.script
         if not create_graph:
             atom_energy = atom_energy.detach()
-
-        natoms = n + nghost
-        frame = torch.arange(B, device=Rij.device)
-        first = (frame * natoms).view(B, 1, 1)
-        centre = first + torch.arange(n, device=Rij.device).unsqueeze(-1)
-        neighbour = torch.where(kind >= 0, list_neigh + first, -1)
-        edge_index = torch.stack([centre.expand(B, n, K), neighbour]).flatten(1)
-        force, virial, atom_virial = torch.ops.calcops.edge_force_virial(
-            edge_index,
-            dE.flatten(0, 1),
-            Rij.flatten(0, 2),
-            B * natoms,
-            batch=frame.unsqueeze(1).expand(B, natoms).flatten(),
-            nframes=B,
-        )
-        force = force.view(B, natoms, 3)
-        atom_virial = atom_virial.view(B, natoms, 3, 3)
+        force, virial, atom_virial = forces_of_slots(list_neigh, kind >= 0, dE, Rij, nghost)
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
 
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):

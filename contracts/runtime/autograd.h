@@ -1,115 +1,278 @@
-// Autograd in both modes and to any order, compiled autograd and vmap for an operator. They need
-// only its Derivatives, which contract.cpp makes: a Multilinear, which needs no formula, or the
-// formulas of the operator's source. All functions work on boxed calls: a list of
-// arguments with the names of the schema. ops/README.md describes the path of a call through this
-// file.
+// Autograd in both modes and to any order, and compiled autograd, for boxed calls of an operator.
+// Modelled on the code that PyTorch generates for its own operators
+// (torch/csrc/autograd/generated). ops/README.md describes the path of a call through this file.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+#include <torch/version.h>
 
-#include <cstdint>
-#include <functional>
-#include <string>
-#include <vector>
+#include <cctype>
+#include <mutex>
+#include <optional>
 
-#include "calcops/contract_proofs.h"
+#include "operators.h"
 
 namespace calcops {
+namespace {
 
-// An undefined tensor stands for an absent argument or for a derivative that is zero.
-using tensor_list = std::vector<at::Tensor>;
+// The derivatives of an operator by the formulas of its source, which are functions of Values.
+struct Derivatives {
+  const Operator& op;
+  const Derivative& formula;
 
-// One call of an operator.
-struct Call {
-  c10::OperatorHandle op;
-  std::vector<c10::IValue> arguments;  // as many as the schema has
+  // Raise an error if a result has an integer dtype, which is rounded. `argument` is
+  // differentiated.
+  void check(const Call& call, size_t argument) const {
+    for (const int result : op.result_lines)
+      for (const int line : op.tensors) {
+        const Tensor& x = tensor_or_none(call.arguments[op.argument[line]]);
+        const auto& lines = op.family->text.lines;
+        if (lines[line].group != lines[result].group || !x.defined()) continue;
+        TORCH_CHECK(c10::isFloatingType(x.scalar_type()), op.name, ": expected `", lines[line].name,
+                    "` of a floating dtype where `", op.schema.arguments[argument].name,
+                    "` has a derivative, got ", x.scalar_type());
+      }
+  }
 
-  // Return a call of the operator `name`. Arguments of the same names are taken from this call.
-  // Each other argument has its default or, without one, none.
-  Call of(const char* name) const;
-  bool has(const std::string& argument) const;
-  c10::IValue& operator[](const std::string& argument);
-  const c10::IValue& operator[](const std::string& argument) const;
-  at::Tensor tensor(const std::string& argument) const;
-  // Run the call through the dispatcher. So the results are differentiable, and a graph from before
-  // a live reload calls the new kernel.
-  tensor_list run() const;
-};
+  // Raise an error if an argument is differentiated that is constant.
+  void check_constants(const Call& call, const std::vector<bool>& differentiated,
+                       const char* what) const {
+    for (size_t i = 0; i < differentiated.size(); ++i) {
+      const int line = op.lines[i];
+      if (!differentiated[i] || line < 0 || !op.family->text.lines[line].is_constant) continue;
+      const Tensor& x = call.arguments[i].toTensor();
+      TORCH_CHECK(false, op.name, ": expected `", op.schema.arguments[i].name, "` that ", what,
+                  ", got ", x.scalar_type(), ' ', x.sym_sizes());
+    }
+  }
 
-// The derivatives of an operator, computed by calls of operators.
-class Derivatives {
- public:
-  virtual ~Derivatives() = default;
-  // Raise an error if a call is not differentiable. It is called if an argument of the call is
-  // differentiated, in either mode.
-  virtual void check(const Call&, size_t /*argument*/) const {}
-  // Return whether there are derivatives for an argument. Asking for another one is an error.
-  virtual bool covers(const std::string& argument) const = 0;
   // Return whether a gradient needs the values of an argument. The caller may change an argument in
   // place if it is not needed.
-  virtual bool depends_on(size_t /*argument*/) const { return true; }
+  bool depends_on(size_t argument) const {
+    return !formula.unused || op.schema.arguments[argument].name != formula.unused;
+  }
+
   // Return the gradients for the arguments from those for the results. Unwanted ones may be
   // undefined.
-  virtual tensor_list vjp(const Call& call, const tensor_list& upstream,
-                          const std::vector<bool>& wanted) const = 0;
+  tensor_list vjp(const Call& call, const tensor_list& upstream,
+                  const std::vector<bool>& wanted) const {
+    std::vector<Value> gradients(wanted.size(), value_of(Tensor()));
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (!wanted[i]) gradients[i] = false;
+    const std::vector<IValue> given(upstream.begin(), upstream.end());
+    formula.vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());
+    return tensors_of(gradients);
+  }
+
   // Return the tangents of the results from those of the arguments.
-  virtual tensor_list jvp(const Call& call, const tensor_list& tangents) const = 0;
+  tensor_list jvp(const Call& call, const tensor_list& tangents) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(formula.jvp, op.name,
+                                ": its derivative has no formula for forward mode");
+    const std::vector<IValue> given(tangents.begin(), tangents.end());
+    std::vector<Value> results(op.schema.results.size(), value_of(Tensor()));
+    formula.jvp(values_of(call.arguments.data()), values_of(given.data()), results.data());
+    return tensors_of(results);
+  }
+
+  // Return tensors for the Values that a formula set; undefined ones for false, which are unwanted.
+  tensor_list tensors_of(const std::vector<Value>& values) const {
+    tensor_list tensors;
+    for (const Value& value : values) {
+      const IValue& given = ivalue_of(value);
+      TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op.name,
+                  ": expected tensors from the formula of its derivative, got a ", given.tagKind());
+      tensors.push_back(tensor_or_none(given));
+    }
+    return tensors;
+  }
 };
 
-// The derivatives of the two operators of a line `linear`. They compute the gradients of one
-// number, such as
-//
-//   L = grad_a a(x, y) + grad_b b(x, y, z)
-//
-// L is a sum of terms. The factors of a term are the upstream gradient of a result and inputs, and
-// the term is linear in each of them. `forward` returns the gradients of L for the upstream
-// gradients: its results. `backward` returns those for the inputs. If it has an argument
-// output_mask, that selects some of them. Optional factors that occur only in terms that are not
-// needed are passed as none.
-//
-// The derivative of L along a direction of a factor is L without the terms that lack the factor,
-// and with the direction in the factor's place. So both operators have derivatives to any order. So
-// has any other operator whose results are those of the first terms.
-class Multilinear final : public Derivatives {
- public:
-  Multilinear(std::string forward, std::string backward, const contract::Linear& linear)
-      : forward_(std::move(forward)),
-        backward_(std::move(backward)),
-        factors_(linear.factors),
-        terms_(linear.terms),
-        optional_(linear.optional),
-        upstreams_((Set(1) << terms_.size()) - 1) {}
-  bool covers(const std::string& argument) const override;
+// From PyTorch 2.13 on, a Node counts its own references. Before, std::shared_ptr does.
+template <class Node>
+auto make_node() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  return c10::make_intrusive<Node>();
+#else
+  return std::shared_ptr<Node>(new Node(), torch::autograd::deleteNode);
+#endif
+}
 
-  tensor_list vjp(const Call& call, const tensor_list& upstream,
-                  const std::vector<bool>& wanted) const override;
-  tensor_list jvp(const Call& call, const tensor_list& tangents) const override;
+bool any_defined(const tensor_list& list) {
+  return std::any_of(list.begin(), list.end(), [](const at::Tensor& x) { return x.defined(); });
+}
+
+// The graph node of a call. All lists except `upstream` have an entry for each argument.
+struct CallNode final : torch::autograd::Node {
+  const Derivatives* derivatives = nullptr;
+  std::optional<c10::OperatorHandle> op;
+  std::vector<IValue> plain;                          // the arguments that are no tensors
+  std::vector<torch::autograd::SavedVariable> saved;  // the arguments that are tensors
+  static constexpr const char* kNoGradient = "requires no gradient";
+
+  // Return the node's name: ForceVirialBackward for calcops::force_virial.
+  std::string name() const override {
+    std::string name;
+    const std::string& op_name = op->operator_name().name;
+    bool begins_word = true;
+    for (const char letter : op_name.substr(op_name.rfind(':') + 1)) {
+      if (letter != '_') name += begins_word ? char(std::toupper(letter)) : letter;
+      begins_word = letter == '_';
+    }
+    return name + "Backward";
+  }
+
+  tensor_list apply(tensor_list&& upstream) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!any_defined(upstream)) return tensor_list(plain.size());
+    const Call call{*op, arguments()};
+    derivatives->check_constants(call, wanted(), kNoGradient);
+    return derivatives->vjp(call, upstream, wanted());
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved) variable.reset_data();
+  }
+
+  // Collect the values on which compiled autograd's cache key and graph depend.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(op->operator_name().name);
+    args.collect(saved, /*is_output=*/false);
+    for (const IValue& argument : plain) args.collect(argument);
+  }
+
+  // Record the call of replay() in compiled autograd's graph, with its arguments packed into types
+  // that an FX graph can hold.
+  tensor_list apply_with_saved(const tensor_list& upstream,
+                               torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    swap.before(saved);
+    for (IValue& argument : plain) swap.before(argument);
+    torch::dynamo::autograd::PackedArgs packed;
+    packed.pack(wanted());
+    for (const IValue& argument : arguments()) packed.pack(argument);
+    std::vector<at::TypePtr> types;
+    for (const IValue& value : packed.vec())
+      types.push_back(value.isTensor() ? at::TensorType::get() : value.type());
+
+    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
+    const std::string function = compiler->bind_function(
+        swap.get_py_compiler(), name(),
+        [derivatives = derivatives, op = *op](const tensor_list& upstream,
+                                              const std::vector<IValue>& packed) {
+          return replay(*derivatives, op, upstream, packed);
+        },
+        std::move(types), /*is_custom_function=*/true, /*is_traceable=*/true);
+    using Metadata = std::vector<std::optional<torch::autograd::InputMetadata>>;
+    tensor_list result = compiler->call_function(
+        swap.get_py_compiler(), "apply_functional", function, upstream, packed.vec(),
+        torch::dynamo::autograd::IValuePacker<Metadata>::pack(
+            torch::dynamo::autograd::get_input_metadata(next_edges())));
+    swap.after(saved);
+    for (IValue& argument : plain) swap.after(argument);
+    return result;
+  }
 
  private:
-  // A set of factors, a bit each.
-  using Set = uint64_t;
+  std::vector<IValue> arguments() const {
+    std::vector<IValue> arguments = plain;
+    for (size_t i = 0; i < saved.size(); ++i)
+      if (at::Tensor tensor = saved[i].unpack(); tensor.defined()) arguments[i] = std::move(tensor);
+    return arguments;
+  }
 
-  std::vector<int> factors_of_arguments(const Call& call) const;
-  std::vector<int> factors_of_results(const Call& call) const;
-  tensor_list along(const Call& call, const tensor_list& moved, Set wanted) const;
-  void add_gradients(const Call& point, Set moved, Set wanted, tensor_list& sums) const;
+  std::vector<bool> wanted() const {
+    std::vector<bool> wanted;
+    for (size_t i = 0; i < plain.size(); ++i) wanted.push_back(task_should_compute_output(i));
+    return wanted;
+  }
 
-  std::string forward_, backward_;
-  std::vector<std::string> factors_;
-  std::vector<Set> terms_;
-  Set optional_, upstreams_;
+  // Compute the gradients when compiled autograd runs its graph.
+  static tensor_list replay(const Derivatives& derivatives, const c10::OperatorHandle& op,
+                            const tensor_list& upstream, const std::vector<IValue>& packed) {
+    const auto wanted = packed[0].to<std::vector<bool>>();
+    const Call call{op, {packed.begin() + 1, packed.end()}};
+    tensor_list gradients(wanted.size());
+    derivatives.check_constants(call, wanted, kNoGradient);
+    if (any_defined(upstream)) gradients = derivatives.vjp(call, upstream, wanted);
+    // In a graph no gradient may be absent, so it is zero.
+    for (size_t i = 0; i < wanted.size(); ++i)
+      if (wanted[i] && !gradients[i].defined())
+        gradients[i] = at::zeros_like(call.arguments[i].toTensor());
+    return gradients;
+  }
 };
 
-// ---- kernels of dispatch keys -------------------------------------------------------------------
-
-// Autograd: calls the operator below autograd and attaches its derivatives.
+// The kernel of the dispatch key Autograd: calls the operator below autograd and attaches its
+// derivatives.
 void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
-                   c10::DispatchKeySet keys, torch::jit::Stack* stack);
+                   c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto run_below_autograd = [&] {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  };
+  const size_t count = op.schema().arguments().size();
+  const auto arguments = torch::jit::last(*stack, count);
+  bool reverse_mode = false, forward_mode = false;
+  size_t first = count;  // the first argument that is differentiated
+  for (size_t i = count; i-- > 0;) {
+    if (!arguments[i].isTensor()) continue;
+    const at::Tensor& tensor = arguments[i].toTensor();
+    const bool reverse = torch::autograd::compute_requires_grad(tensor);
+    const bool forward = torch::autograd::isFwGradDefined(tensor);
+    reverse_mode = reverse_mode || reverse;
+    forward_mode = forward_mode || forward;
+    if (reverse || forward) first = i;
+  }
+  if (first == count) return run_below_autograd();
 
-// FuncTorchBatched: calls `run` with the batch dimension first in every tensor, and with the size
-// of the batch. The results of `run` have the batch dimension first, too.
-using VmapRule = std::function<tensor_list(Call call, const c10::SymInt& batch)>;
-void vmap(const VmapRule& run, const c10::OperatorHandle& op, torch::jit::Stack* stack);
+  Call call{op, arguments.vec()};
+  derivatives.check(call, first);
+  tensor_list inputs, tangents(count);
+  inputs.reserve(count);
+  for (const IValue& argument : call.arguments) inputs.push_back(tensor_or_none(argument));
 
+  decltype(make_node<CallNode>()) node;
+  if (reverse_mode) {
+    node = make_node<CallNode>();
+    node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+    node->derivatives = &derivatives;
+    node->op = op;
+    node->plain.reserve(count);
+    node->saved.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      node->plain.push_back(call.arguments[i].isTensor() ? IValue() : call.arguments[i]);
+      const bool is_needed = derivatives.depends_on(i);
+      node->saved.emplace_back(is_needed ? inputs[i] : at::Tensor(), /*is_output=*/false);
+    }
+  }
+
+  std::vector<bool> has_tangent(count);
+  if (forward_mode)
+    for (size_t i = 0; i < count; ++i) {
+      if (!torch::autograd::isFwGradDefined(inputs[i])) continue;
+      tangents[i] = inputs[i]._fw_grad(/*level=*/0);
+      call.arguments[i] = inputs[i]._fw_primal(/*level=*/0);
+      has_tangent[i] = true;
+    }
+  derivatives.check_constants(call, has_tangent, "has no tangent");
+
+  run_below_autograd();
+  tensor_list outputs;
+  for (const IValue& output : torch::jit::last(*stack, op.schema().returns().size()))
+    outputs.push_back(output.toTensor());
+  if (node) torch::autograd::set_history(outputs, node);
+
+  if (!forward_mode) return;
+  const tensor_list output_tangents = derivatives.jvp(call, tangents);
+  for (size_t i = 0; i < outputs.size(); ++i)
+    if (output_tangents[i].defined())
+      outputs[i]._set_fw_grad(output_tangents[i], /*level=*/0, /*is_inplace_op=*/false);
+}
+
+}  // namespace
 }  // namespace calcops

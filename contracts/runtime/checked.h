@@ -4,7 +4,10 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_cpu_dispatch.h>
+#include <dlfcn.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "operators.h"
@@ -67,6 +70,27 @@ Tensor make(c10::SymIntArrayRef shape, const at::TensorOptions& options) {
   return at::empty_symint(shape, options);
 }
 
+// Return the device's current cudaStream_t. It comes from PyTorch's C interface, because this unit
+// includes no CUDA headers, and PyTorch 2.10 lacks c10::Stream::native_handle().
+void* current_stream(c10::Device device) {
+  using Function = int32_t (*)(int32_t device_index, void** stream);
+  static const Function get = [] {
+    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* const symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+    return reinterpret_cast<Function>(symbol);
+  }();
+  void* stream = nullptr;
+  TORCH_CHECK(get && get(device.index(), &stream) == 0, "calcops: no current CUDA stream");
+  return stream;
+}
+
+// Return whether CALCOPS_CHECK=1. While a CUDA graph is captured, the host cannot wait for the GPU.
+bool wants_checks(const Tensor& x) {
+  const char* wanted = std::getenv("CALCOPS_CHECK");
+  if (!wanted || std::strcmp(wanted, "1") != 0) return false;
+  return !(x.is_cuda() && is_capturing && is_capturing(current_stream(x.device())));
+}
+
 // Return "a, b or c".
 std::string joined_by_or(const std::vector<std::string>& items) {
   std::string list;
@@ -85,7 +109,7 @@ template <class Int>
 struct Checked {
   const Operator& op;
   const contract::Text& text;
-  const IValue* stack;                        // the arguments
+  IValue* stack;                              // the arguments
   std::array<const Tensor*, kMost> tensors;   // the arguments by their line in the contract
   std::array<const Tensor*, kMost> of_group;  // the first tensor of each group of dtypes
   std::array<const Line*, kMost> group_line;  // and its line
@@ -97,18 +121,20 @@ struct Checked {
   // That the operator's Check sets.
   c10::SmallVector<Value, contract::kMostResults> result_shapes;
 
-  Checked(const Operator& op, const IValue* stack) : op(op), text(op.family->text), stack(stack) {
+  Checked(const Operator& op, IValue* stack, bool with_check = true)
+      : op(op), text(op.family->text), stack(stack) {
     for (size_t i = 0; i < text.lines.size(); ++i) tensors[i] = of_group[i] = &kNone;
 
     for (const int i : op.numbers) check_number(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.tensors) check_argument(i, stack[op.argument[i]]);
     for (const int i : op.strings) check_choice(text.lines[i], stack[op.argument[i]]);
-    if (op.is_backward) check_factors();
     for (const int i : op.tensors)
       for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
-    if (!op.check) return;
+    if (!op.check || !with_check) return;
     result_shapes.resize(op.result_lines.size());
-    op.check(values_of(stack), result_shapes.data());
+    op.check(reinterpret_cast<Value*>(stack), result_shapes.data());
+    for (const int i : op.tensors)  // that the Check gave
+      if (!tensors[i]->defined()) check_argument(i, stack[op.argument[i]]);
     for (size_t i = 0; i < result_shapes.size(); ++i) {
       const Line& line = text.lines[op.result_lines[i]];
       const IValue& shape = ivalue_of(result_shapes[i]);
@@ -147,30 +173,17 @@ struct Checked {
 
   void check_number(const Line& line, const IValue& value) {
     if (op.at_line(int(&line - text.lines.data())).kind == contract::Kind::kFloat) {
-      for (const contract::Bound& bound : line.bounds) {
-        const bool is_named = bound.other >= 0;
-        const double other = is_named ? stack[op.argument[bound.other]].toDouble() : bound.real;
-        check_bound(line, bound, value.toDouble(), other);
-      }
+      for (const contract::Bound& bound : line.bounds)
+        check_bound(line, bound, value.toDouble(), bound.real);
       return;
     }
     const Int number = integer(value, Int());
     for (const contract::Bound& bound : line.bounds) {
-      const bool is_named = bound.other >= 0;
-      const Int other =
-          is_named ? integer(stack[op.argument[bound.other]], Int()) : Int(bound.integer);
       // No tensor is as large as an upper bound of a symbol, which needs no guard.
       const bool is_upper =
           bound.compare == contract::Compare::kLess || bound.compare == contract::Compare::kAtMost;
-      if (is_upper && !is_named && value_or_zero(number) == 0 && bound.integer > 0) continue;
-      check_bound(line, bound, number, other);
-    }
-    bool ok = line.numbers.empty();
-    for (const int64_t allowed : line.numbers) ok = ok || guarded(equal(number, Int(allowed)));
-    if (!ok) {
-      std::vector<std::string> allowed;
-      for (const int64_t each : line.numbers) allowed.push_back(std::to_string(each));
-      refuse(line.name, joined_by_or(allowed), number);
+      if (is_upper && value_or_zero(number) == 0 && bound.integer > 0) continue;
+      check_bound(line, bound, number, Int(bound.integer));
     }
     if (line.size >= 0) set_size(line.size, number);
   }
@@ -191,12 +204,10 @@ struct Checked {
 
   template <class Number>
   void check_bound(const Line& line, const contract::Bound& bound, const Number& got,
-                   const Number& other) const {
-    if (meets(bound.compare, got, other)) return;
+                   const Number& limit) const {
+    if (meets(bound.compare, got, limit)) return;
     static constexpr const char* kSigns[] = {"< ", "of at most ", "> ", ">= "};
-    std::string what = kSigns[int(bound.compare)];
-    what += bound.other >= 0 ? c10::str('`', bound.text, "` = ", other) : bound.text;
-    refuse(line.name, what, got);
+    refuse(line.name, kSigns[int(bound.compare)] + bound.text, got);
   }
 
   void check_choice(const Line& line, const IValue& value) const {
@@ -258,8 +269,7 @@ struct Checked {
       if (!chosen && fits(line, each, shape)) chosen = &each;
     shapes[&line - text.lines.data()] = chosen;
     if (!chosen || !matches(line, *chosen, shape))
-      refuse(line.name,
-             "of shape " + line.shape_text + line.made_text + sizes_text(line, had_value), shape);
+      refuse(line.name, "of shape " + line.shape_text + sizes_text(line, had_value), shape);
   }
 
   // Return whether a shape has the tensor's rank. Of several shapes of a rank, one is selected by
@@ -315,7 +325,7 @@ struct Checked {
             }
             named |= 1u << size;
           }
-    if (line.shapes.size() == 1 && line.made_by.empty() && !(named & ~had_value)) {
+    if (line.shapes.size() == 1 && !(named & ~had_value)) {
       for (const Sum& dim : line.shapes[0]) dimensions.push_back(c10::str(value(dim)));
       return " = [" + c10::Join(", ", dimensions) + "]";
     }
@@ -336,23 +346,6 @@ struct Checked {
     return meets(limit.bound.compare, value(limit.sum), Int(limit.bound.integer));
   }
 
-  // Refuse a tensor that is absent but needed: for its own gradient, or as a factor of a result
-  // that has an upstream gradient.
-  void check_factors() const {
-    const contract::Linear& linear = op.family->linear;
-    const size_t terms = op.is_linear ? linear.terms.size() : 0;
-    for (size_t i = 0; i < op.result_lines.size(); ++i) {
-      const int line = op.result_lines[i];
-      if (!op.has(line) || tensors[line]->defined()) continue;
-      bool is_needed = op.is_wanted(stack, i);
-      for (size_t t = 0; t < terms; ++t)
-        is_needed |=
-            (linear.terms[t] >> (terms + i) & 1) && tensors[linear.upstreams[t]]->defined();
-      if (is_needed)
-        refuse(text.lines[line].name, "where it or a result of it has a gradient", "none");
-    }
-  }
-
   // ---- results ----------------------------------------------------------------------------------
 
   // Allocate the results. Those that are not wanted stay undefined.
@@ -370,6 +363,7 @@ struct Checked {
     const int index = op.result_lines[i];
     const Line& line = text.lines[index];
     if (op.has(index)) {
+      if (!tensors[index]->defined()) refuse(line.name, "where its gradient is wanted", "none");
       for (const Int& size : sizes_in(*tensors[index], Int())) shape.push_back(size);
       return shape;
     }

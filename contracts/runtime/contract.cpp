@@ -47,82 +47,6 @@ void at_contract(const Family& family, const Function& function) {
   }
 }
 
-// Derivatives by the formulas of a source, which are functions of Values.
-class Formulas final : public Derivatives {
- public:
-  Formulas(const Operator& op, const Derivative& formula) : op_(op), formula_(formula) {}
-
-  // Refuse a derivative of a result of an integer dtype, which is rounded.
-  void check(const Call& call, size_t argument) const override {
-    for (const int result : op_.result_lines)
-      for (const int line : op_.tensors) {
-        const Tensor& x = tensor_or_none(call.arguments[op_.argument[line]]);
-        const auto& lines = op_.family->text.lines;
-        if (lines[line].group != lines[result].group || !x.defined()) continue;
-        TORCH_CHECK(c10::isFloatingType(x.scalar_type()), op_.name, ": expected `",
-                    lines[line].name, "` of a floating dtype where `",
-                    op_.schema.arguments[argument].name, "` has a derivative, got ",
-                    x.scalar_type());
-      }
-  }
-
-  bool covers(const std::string& argument) const override {
-    const int line = op_.family->text.line(argument);
-    return line < 0 || !op_.family->text.lines[line].is_constant;
-  }
-
-  bool depends_on(size_t argument) const override {
-    return !formula_.unused || op_.schema.arguments[argument].name != formula_.unused;
-  }
-
-  tensor_list vjp(const Call& call, const tensor_list& upstream,
-                  const std::vector<bool>& wanted) const override {
-    std::vector<Value> gradients(wanted.size());
-    for (size_t i = 0; i < wanted.size(); ++i)
-      if (!wanted[i]) gradients[i] = false;
-    std::vector<IValue> given(upstream.begin(), upstream.end());
-    if (formula_.absent == Derivative::kZeros)
-      if (std::any_of(upstream.begin(), upstream.end(),
-                      [](const Tensor& x) { return !x.defined(); })) {
-        const Checked<SymInt> checked(op_, call.arguments.data());
-        for (size_t i = 0; i < given.size(); ++i)
-          if (!upstream[i].defined() && op_.is_wanted(call.arguments.data(), i))
-            given[i] = at::zeros_symint(checked.result_shape(i), checked.options_of(i));
-      }
-    formula_.vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());
-    return tensors_of(gradients);
-  }
-
-  tensor_list jvp(const Call& call, const tensor_list& tangents) const override {
-    TORCH_CHECK_NOT_IMPLEMENTED(formula_.jvp, op_.name,
-                                ": its derivative has no formula for forward mode");
-    std::vector<IValue> given(tangents.begin(), tangents.end());
-    for (size_t i = 0; i < given.size(); ++i) {
-      const Tensor& x = tensor_or_none(call.arguments[i]);
-      if (formula_.absent == Derivative::kZeros && !tangents[i].defined() && x.defined())
-        if (x.is_floating_point()) given[i] = at::zeros_like(x);
-    }
-    std::vector<Value> results(op_.schema.results.size());
-    formula_.jvp(values_of(call.arguments.data()), values_of(given.data()), results.data());
-    return tensors_of(results);
-  }
-
- private:
-  tensor_list tensors_of(const std::vector<Value>& values) const {
-    tensor_list tensors;
-    for (const Value& value : values) {
-      const IValue& given = ivalue_of(value);
-      TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op_.name,
-                  ": expected tensors from the formula of its derivative, got a ", given.tagKind());
-      tensors.push_back(tensor_or_none(given));
-    }
-    return tensors;
-  }
-
-  const Operator& op_;
-  const Derivative& formula_;
-};
-
 // Pass each part of a source, such as a Check, to its operator. `take` returns false if the
 // operator had one.
 template <class Part, class Take>
@@ -136,35 +60,18 @@ void take_parts(Family& family, const Items<Part>& parts, const char* what, cons
   }
 }
 
-// Raise an error unless PyTorch reads a default as it is written: of int, it reads 1E3 as 1.
-void check_default(const Operator& op, const contract::Argument& argument) {
-  const c10::Argument& parsed = op.parsed.arguments()[&argument - op.schema.arguments.data()];
-  const auto& value = parsed.default_value();
-  if (!value) return;
-  const bool is_same = !value->isInt() || argument.kind != contract::Kind::kInt ||
-                       std::to_string(value->toInt()) == argument.fallback;
-  TORCH_CHECK(is_same && value->type()->isSubtypeOf(*parsed.type()), "line ", op.schema.number,
-              ": `", op.schema.name, "`: the default ", argument.fallback, " of `", argument.name,
-              "` is no ", argument.type);
-}
-
 // Read a contract and make its operators.
 void read_family(Family& family, const ContractEntry& entry) {
   std::vector<std::string> composed;
   for (const Composition& composition : entry.compositions) composed.push_back(composition.op);
   auto proved = contract::Prover(contract::Reader(entry.text).read(), composed).proved();
   family.text = std::move(proved.text);
-  family.linear = std::move(proved.linear);
   for (contract::Signature& signature : proved.operators) {
     const std::string name = signature.schema.name;
     const bool is_qualified = name.find("::") != std::string::npos;
-    c10::FunctionSchema parsed = torch::schema(signature.schema.text.c_str());
-    Operator& op = family.operators.emplace_back(
-        Operator{std::move(signature), &family,
-                 is_qualified ? name : family.name_space + "::" + name, std::move(parsed)});
-    op.count = int(op.parsed.arguments().size());
-    TORCH_CHECK(op.schema.arguments.size() == size_t(op.count), "cannot read ", op.parsed);
-    for (const contract::Argument& argument : op.schema.arguments) check_default(op, argument);
+    Operator& op = family.operators.emplace_back(Operator{
+        std::move(signature), &family, is_qualified ? name : family.name_space + "::" + name});
+    op.count = int(op.schema.arguments.size());
     for (const Family& other : families())
       for (const Operator& known : other.operators)
         TORCH_CHECK(&known == &op || known.name != op.name, "line ", op.schema.number, ": ",
@@ -179,7 +86,8 @@ void read_family(Family& family, const ContractEntry& entry) {
   take_parts(family, entry.derivatives, "derivative", [](Operator& op, const Derivative& part) {
     TORCH_CHECK(!part.unused || op.parsed.argumentIndexWithName(part.unused), "a derivative of ",
                 part.op, " names `", part.unused, "`, which is no argument");
-    return !std::exchange(op.formulas, std::make_unique<Formulas>(op, part));
+    return !std::exchange(op.derivatives,
+                          std::make_shared<const Derivatives>(Derivatives{op, part}));
   });
   for (const Operator& op : family.operators)
     for (const int result : op.result_lines)
@@ -187,10 +95,6 @@ void read_family(Family& family, const ContractEntry& entry) {
           op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape,
           "line ", op.schema.number, ": a Check of ", op.schema.name, " must set the shape of `",
           family.text.lines[result].name, "`");
-  if (family.text.linear_number)
-    family.derivatives =
-        std::make_unique<Multilinear>(family.operators[family.linear.forward].name,
-                                      family.operators[family.linear.backward].name, family.linear);
 }
 
 void take_kernels(Family& family) {
@@ -223,7 +127,6 @@ void take_kernels(Family& family) {
 
 void define(torch::Library& m, Operator& op) {
   using torch::CppFunction;
-  const Family& family = *op.family;
   const std::string name = op.name.substr(op.name.find("::") + 2);
   m.def(c10::FunctionSchema(op.parsed));
   const auto impl = [&](c10::DispatchKey key, Boxed::Function function) {
@@ -242,15 +145,12 @@ void define(torch::Library& m, Operator& op) {
   impl(c10::DispatchKey::CPU, run(&run_on_device<false>));
   impl(c10::DispatchKey::CUDA, run(&run_on_device<true>));
   impl(c10::DispatchKey::Meta, run(&run_on_meta));
-  impl(c10::DispatchKey::FuncTorchBatched, [&op](const auto& handle, auto, auto* stack) {
-    vmap([&op](const Call& call, const SymInt& items) { return vmap_items(op, call, items); },
-         handle, stack);
-  });
-  const Derivatives* derivatives = op.formulas.get();
-  if (!derivatives && op.is_linear) derivatives = family.derivatives.get();
-  if (derivatives)
+  impl(c10::DispatchKey::FuncTorchBatched,
+       [&op](const auto& handle, auto, auto* stack) { vmap(op, handle, stack); });
+  if (op.derivatives)
     impl(c10::DispatchKey::Autograd,
-         [derivatives](const auto& handle, c10::DispatchKeySet keys, auto* stack) {
+         [derivatives = op.derivatives.get()](const auto& handle, c10::DispatchKeySet keys,
+                                              auto* stack) {
            differentiate(*derivatives, handle, keys, stack);
          });
   else
@@ -266,14 +166,14 @@ void check_all_kernels() {
   for (const Family& family : families())
     at_contract(family, [&] {
       for (const Operator& op : family.operators) {
-        if (op.is_composition) continue;
-        std::vector<const contract::Signature*> owners;
-        for (const Operator& other : family.operators)
-          if (!other.kernels.empty()) owners.push_back(&other);
-        contract::check_owner(family.text, op, owners);
-        std::vector<const contract::Binding*> bindings;
-        for (const BoundKernel& kernel : op.kernels) bindings.push_back(&kernel.binding);
-        if (!bindings.empty()) contract::check_types(family.text, op, bindings);
+        if (op.is_composition || !op.kernels.empty()) continue;
+        const auto owners = std::count_if(
+            family.operators.begin(), family.operators.end(), [&](const Operator& other) {
+              return !other.kernels.empty() && contract::may_use_kernels_of(op, other);
+            });
+        TORCH_CHECK(owners == 1, "line ", op.schema.number, ": ",
+                    owners ? "several operators have kernels for " : "no kernel of ",
+                    op.schema.name);
       }
     });
 }
@@ -330,6 +230,7 @@ void add_contract(const ContractEntry& contract) {
 }
 
 void add_kernel(const KernelEntry& kernel) {
+  if (kernel.is_capturing) is_capturing = kernel.is_capturing;
   const std::string op = kernel.op;
   const bool is_qualified = op.find("::") != std::string::npos;
   kernels_waiting()[is_qualified ? op : std::string(kernel.name_space) + "::" + op].push_back(

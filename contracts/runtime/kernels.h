@@ -6,9 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/DeviceGuard.h>
-#include <dlfcn.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <list>
 
@@ -90,37 +88,6 @@ void check_entries(const Checked<int64_t>& call) {
   }
 }
 
-bool wants_checks() {
-  const char* wanted = std::getenv("CALCOPS_CHECK");
-  return wanted && std::strcmp(wanted, "1") == 0;
-}
-
-// Return an argument such as neighbor_index, computed by the operator that makes it.
-Tensor made_for(const Checked<int64_t>& call, const Line& line) {
-  const std::string op = call.op.family->name_space + "::" + line.made_by;
-  torch::jit::Stack stack;
-  for (const std::string& name : line.made_of)
-    stack.push_back(call.stack[call.op.argument[call.text.line(name)]]);
-  c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "").callBoxed(&stack);
-  return stack[0].toTensor();
-}
-
-// Raise an error if an argument such as neighbor_index was made from other arguments.
-void check_made(const Checked<int64_t>& call) {
-  for (const int i : call.op.tensors) {
-    const Line& line = call.text.lines[i];
-    if (line.made_by.empty() || !call.tensors[i]->defined() || !wants_checks()) continue;
-    std::string sources;
-    for (size_t k = 0; k < line.made_of.size(); ++k) {
-      const bool is_last = k + 1 == line.made_of.size();
-      if (k > 0) sources += is_last ? " and " : ", ";
-      sources += line.made_of[k];
-    }
-    TORCH_CHECK(at::equal(*call.tensors[i], made_for(call, line)), call.op.name, ": expected `",
-                line.name, "` of this ", sources, ", got that of others");
-  }
-}
-
 // ---- kernels ------------------------------------------------------------------------------------
 
 // The slots of one call (one for each parameter of its kernel), and the memory to which they point.
@@ -186,6 +153,8 @@ void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given,
     stride[d] = is_other || own < 0 ? count : x.stride(own);
     count *= shape[d];
   }
+  TORCH_CHECK(count == x.numel(), call.op.name, ": the shapes ", line.shape_text, " of `",
+              line.name, "` differ in their number of elements");
   slot.shape = shape.data();
   slot.stride = stride.data();
 }
@@ -226,51 +195,49 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
   }
 }
 
-// Fill a slot for each of the kernel's parameters.
+// Fill a slot for each of the kernel's parameters. An operator that uses the kernels of another one
+// may have fewer arguments and results.
 void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
                 void* stream, Storage& storage) {
   static char empty[64];
-  for (size_t p = 0; p < kernel.binding.sources.size(); ++p) {
+  const Operator& owner = *call.op.owner;
+  size_t p = 0;
+  const auto set_tensor = [&](int i, const Tensor& x, void* data) {
+    storage.slots[p].data = data ? data : empty;  // not nullptr, which would be an absent tensor
+    lay_out(call, call.text.lines[i], call.shapes[i], x, kernel.entry.parameters[p].rank, int(p),
+            storage);
+  };
+  for (const int i : owner.lines) {
+    if (i < 0) continue;  // output_mask
+    const Line& line = call.text.lines[i];
     const Parameter& parameter = kernel.entry.parameters[p];
-    const Source source = kernel.binding.sources[p];
-    Slot& slot = storage.slots[p] = {};
-    const auto set_tensor = [&](const Line& line, const Shape* given, const Tensor& x, void* data) {
-      slot.data = data ? data : empty;  // not nullptr, which would be an absent tensor
-      lay_out(call, line, given, x, parameter.rank, int(p), storage);
-    };
-    if (source.from == Source::kWorkspace) continue;
-    if (source.from == Source::kStream) {
-      slot.data = stream;
-    } else if (source.from == Source::kResult) {
-      // An operator that uses the kernels of another one may have fewer results.
-      if (size_t(source.index) >= call.op.result_lines.size()) continue;
-      const Tensor* x = &results[source.index];
-      if (!x->defined()) continue;
-      if (x->scalar_type() != scalar_type(parameter.type)) {
-        const Tensor wide = at::empty_like(*x, x->options().dtype(scalar_type(parameter.type)));
-        x = &storage.narrowed.emplace_back(*x, wide).second;
-      }
-      const int index = call.op.result_lines[source.index];
-      set_tensor(call.text.lines[index], call.shapes[index], *x, x->mutable_data_ptr());
-    } else if (parameter.kind == Parameter::kTensor) {
-      const Tensor& x = *call.tensors[source.index];
-      if (!x.defined()) continue;
-      const Line& line = call.text.lines[source.index];
-      const Shape* given = call.shapes[source.index];
-      const bool is_other = given && given != &line.shapes[0];
-      const Tensor& taken = as_taken(
-          x, parameter.type, is_other ? Layout::kContiguous : parameter.layout, storage.owned);
-      set_tensor(line, given, taken, const_cast<void*>(taken.const_data_ptr()));
-    } else {
-      // An operator that uses the kernels of another one may lack an argument with a default.
-      const int position = call.op.argument[source.index];
-      const int default_position = call.op.owner->argument[source.index];
-      set_value(call.text.lines[source.index], parameter.kind,
-                position < 0 ? *call.op.owner->parsed.arguments()[default_position].default_value()
-                             : call.stack[position],
-                slot, storage);
+    storage.slots[p] = {};
+    if (parameter.kind != Parameter::kTensor) {
+      const IValue& value = call.op.has(i)
+                                ? call.stack[call.op.argument[i]]
+                                : *owner.parsed.arguments()[owner.argument[i]].default_value();
+      set_value(line, parameter.kind, value, storage.slots[p], storage);
+    } else if (const Tensor& x = *call.tensors[i]; x.defined()) {
+      const bool is_other = call.shapes[i] && call.shapes[i] != &line.shapes[0];
+      const Layout layout = is_other ? Layout::kContiguous : parameter.layout;
+      const Tensor& taken = as_taken(x, parameter.type, layout, storage.owned);
+      set_tensor(i, taken, const_cast<void*>(taken.const_data_ptr()));
     }
+    ++p;
   }
+  for (size_t r = 0; r < owner.result_lines.size(); ++r, ++p) {
+    storage.slots[p] = {};
+    if (r >= call.op.result_lines.size() || !results[r].defined()) continue;
+    const Tensor* x = &results[r];
+    const at::ScalarType type = scalar_type(kernel.entry.parameters[p].type);
+    if (x->scalar_type() != type) {
+      const Tensor wide = at::empty_like(*x, x->options().dtype(type));
+      x = &storage.narrowed.emplace_back(*x, wide).second;
+    }
+    set_tensor(owner.result_lines[r], *x, x->mutable_data_ptr());
+  }
+  if (kernel.binding.has_workspace) storage.slots[p++] = {};
+  if (kernel.binding.is_cuda) storage.slots[p] = {stream, nullptr, nullptr, 0, 0};
 }
 
 void run_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Storage& storage) {
@@ -285,35 +252,16 @@ void narrow_results(const Storage& storage) {
 
 void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   if (!kernel.entry.checks_entries) check_entries(call);
-  check_made(call);
   Storage storage;
   fill_slots(call, kernel, results, nullptr, storage);
   run_slots(call, kernel, storage);
   narrow_results(storage);
 }
 
-// Return the device's current cudaStream_t. It comes from PyTorch's C interface, because this unit
-// includes no CUDA headers, and PyTorch 2.10 lacks c10::Stream::native_handle().
-void* current_stream(c10::Device device) {
-  using Function = int32_t (*)(int32_t device_index, void** stream);
-  static const Function get = [] {
-    void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    void* const symbol = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
-    return reinterpret_cast<Function>(symbol);
-  }();
-  void* stream = nullptr;
-  TORCH_CHECK(get && get(device.index(), &stream) == 0, "calcops: no current CUDA stream");
-  return stream;
-}
-
 void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
   const c10::DeviceGuard guard(call.first_tensor->device());
   void* stream = current_stream(call.first_tensor->device());
-  // While a CUDA graph is captured, the host cannot wait for the GPU.
-  if (wants_checks() && !(kernel.entry.is_capturing && kernel.entry.is_capturing(stream))) {
-    check_entries(call);
-    check_made(call);
-  }
+  if (wants_checks(*call.first_tensor)) check_entries(call);
   Storage storage;
   fill_slots(call, kernel, results, stream, storage);
   Workspace workspace{nullptr, 0};
@@ -343,42 +291,31 @@ void push_results(const Operator& op, Results& results, torch::jit::Stack* stack
   } catch (const c10::Error& error) {
     if (!std::strstr(error.what_without_backtrace(), "can't allocate memory")) throw;
   }
-  const Line* largest = nullptr;
+  int largest = -1;
   int64_t most = -1;
-  const auto compare = [&](const Line& line, const SymInt& number) {
-    const int64_t size = value_or_zero(number);
-    if (size <= most) return;
-    most = size;
-    largest = &line;
-  };
-  const auto& lines = op.family->text.lines;
-  for (size_t i = 0; i < lines.size(); ++i) {
-    if (!op.has(int(i))) continue;
-    const IValue& value = stack[op.argument[i]];
-    if (op.at_line(int(i)).kind == contract::Kind::kInt) compare(lines[i], value.toSymInt());
-    if (op.at_line(int(i)).kind == contract::Kind::kInts && value.isList())
-      for (const SymInt& size : value.toSymIntVector()) compare(lines[i], size);
+  for (int i = 0; i < op.count; ++i) {
+    const contract::Kind kind = op.schema.arguments[i].kind;
+    std::vector<SymInt> numbers;
+    if (kind == contract::Kind::kInt) numbers = {stack[i].toSymInt()};
+    if (kind == contract::Kind::kInts && stack[i].isList()) numbers = stack[i].toSymIntVector();
+    for (const SymInt& number : numbers)
+      if (value_or_zero(number) > most) {
+        most = value_or_zero(number);
+        largest = i;
+      }
   }
-  TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
-  TORCH_CHECK(false, op.name, ": expected `", largest->name, "` for which memory suffices, got ",
-              stack[op.argument[largest - lines.data()]]);
+  TORCH_CHECK(largest >= 0, op.name, ": expected arguments for which memory suffices");
+  TORCH_CHECK(false, op.name, ": expected `", op.schema.arguments[largest].name,
+              "` for which memory suffices, got ", stack[largest]);
 }
 
 // The kernel of the dispatch key CPU or CUDA, for all operators.
 template <bool on_cuda>
 void run_on_device(const Operator& op, torch::jit::Stack* stack) {
   Results results;
-  const IValue* const first = stack->data() + stack->size() - op.count;
+  IValue* const first = stack->data() + stack->size() - op.count;
   try {
     Checked<int64_t> call(op, first);
-    std::list<Tensor> made;
-    if (on_cuda)
-      for (size_t i = 0; i < call.text.lines.size(); ++i) {
-        const Line& line = call.text.lines[i];
-        if (line.made_on_cuda && op.has(int(i)) && !call.tensors[i]->defined())
-          call.tensors[i] = &made.emplace_back(made_for(call, line));
-      }
-
     results = call.results();
     if (const BoundKernel* kernel = kernel_for(call, on_cuda)) {
       if (on_cuda)
@@ -403,7 +340,7 @@ void run_on_device(const Operator& op, torch::jit::Stack* stack) {
 // The kernel of the dispatch key Meta: allocates the results.
 void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
   Results results;
-  const IValue* const first = stack->data() + stack->size() - op.count;
+  IValue* const first = stack->data() + stack->size() - op.count;
   try {
     const Checked<SymInt> call(op, first);
     results = call.results();
@@ -417,7 +354,7 @@ void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
 
 // Checks the arguments of a composition and calls it.
 void run_composition(const Operator& op, torch::jit::Stack* stack) {
-  const IValue* const first = stack->data() + stack->size() - op.count;
+  IValue* const first = stack->data() + stack->size() - op.count;
   Value result;
   try {
     const Checked<SymInt> call(op, first);

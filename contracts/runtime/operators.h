@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "autograd.h"
+#include "contract_proofs.h"
 
 namespace calcops {
 namespace {
@@ -24,7 +24,6 @@ using c10::SymInt;
 using contract::kMost;
 using contract::Line;
 using contract::Shape;
-using contract::Source;
 using contract::Sum;
 
 // The bytes of a process's address space on x86-64. A result has fewer.
@@ -68,35 +67,46 @@ bool contains(const std::vector<Item>& list, const Item& item) {
   return std::find(list.begin(), list.end(), item) != list.end();
 }
 
+// An undefined tensor stands for an absent argument or for a derivative that is zero.
+using tensor_list = std::vector<Tensor>;
+
+// One call of an operator.
+struct Call {
+  c10::OperatorHandle op;
+  std::vector<IValue> arguments;  // as many as the schema has
+
+  // Run the call through the dispatcher. So the results are differentiable, and a graph from before
+  // a live reload calls the new kernel.
+  tensor_list run() const {
+    torch::jit::Stack stack = arguments;
+    op.callBoxed(&stack);
+    tensor_list results;
+    for (const IValue& result : stack) results.push_back(tensor_or_none(result));
+    return results;
+  }
+};
+
 struct BoundKernel {
   KernelEntry entry;
   contract::Binding binding;
 };
 
 struct Family;
+struct Derivatives;
 
 struct Operator : contract::Signature {
   Family* family;
   std::string name;  // qualified
-  c10::FunctionSchema parsed;
-  int count = 0;  // of arguments
+  int count = 0;     // of arguments
   Value (*composition)(const Value*) = nullptr;
-  void (*check)(const Value*, Value*) = nullptr;
-  std::unique_ptr<Derivatives> formulas{};
+  void (*check)(Value*, Value*) = nullptr;
+  std::shared_ptr<const Derivatives> derivatives{};  // nullptr: it has none
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
 
-  // Return whether a call computes a result. A gradient is computed if output_mask selects it, or
-  // without output_mask if its argument is given. Another result is computed if all of its factors
-  // are given.
+  // Return whether a call computes a result: output_mask may leave it out.
   bool is_wanted(const IValue* arguments, size_t result) const {
-    if (mask >= 0) return arguments[mask].toBoolList()[result];
-    if (const int line = result_lines[result]; has(line))
-      return tensor_or_none(arguments[argument[line]]).defined();
-    if (result < needs.size())
-      for (const int line : needs[result])
-        if (!tensor_or_none(arguments[argument[line]]).defined()) return false;
-    return true;
+    return mask < 0 || arguments[mask].toBoolList()[result];
   }
 };
 
@@ -107,14 +117,15 @@ struct Family {
   int line = 0;                        // of the contract in the file
   const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
-  contract::Linear linear;
-  std::unique_ptr<Multilinear> derivatives;  // those of `linear`
 };
 
 std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;
   return *all;
 }
+
+// Whether a CUDA graph is captured on a stream; nullptr without CUDA.
+bool (*is_capturing)(void* stream) = nullptr;
 
 // Kernels whose contract is not registered yet, by the operator's qualified name.
 std::map<std::string, std::vector<KernelEntry>>& kernels_waiting() {

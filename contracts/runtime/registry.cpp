@@ -1,6 +1,6 @@
 // Registers a library's operators. The blocks of TORCH_LIBRARY in it
-// (_calcops_jit/shadow/torch/library.h) are run once. Each def, impl and fallback in them becomes
-// one or more steps. commit() registers all steps or none.
+// (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl in them becomes a step.
+// commit() registers all steps or none.
 //
 // In a C++ host that links or dlopens the library, its initialisers call commit(). calcops_jit's
 // loader (registration.py) compares the steps first and then calls it. The library is then "held":
@@ -27,28 +27,28 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
 
   using Handles = std::list<std::pair<std::string, c10::RegistrationHandleRAII>>;
 
-  // A def, a kernel of an operator, or a fallback.
-  struct Step {
-    std::string name;  // "operator" of a def, "operator key" of a kernel, " key" of a fallback
-    std::string line;  // for the loader: "def", name, schema, tags or "impl", name, C++ signature
-    // Returns where the name was registered in the dispatcher; "" if it was not.
-    std::function<std::string()> registered;
-    // Registers the step. The handles end the registration. Their name is "" for a def.
-    std::function<void(Handles&)> apply;
-  };
-
   c10::Dispatcher& dispatcher() { return c10::Dispatcher::singleton(); }
 
-  // Return where a kernel was registered; "" if it was not.
-  std::string place_of(const c10::OperatorName& op, c10::DispatchKey key) {
-    const auto live = dispatcher().findOp(op);
-    if (!live || !live->hasKernelForDispatchKey(key)) return "";
-    // The dump has a line for each kernel: "KEY: registered at FILE:LINE :: ...".
-    const std::string state = live->dumpState();
-    const auto line = state.find(std::string("\n") + c10::toString(key));
-    const auto at = state.find("registered at ", line);
-    return line == at ? "a kernel" : state.substr(at, state.find(" ::", at) - at);
-  }
+  // A def or a kernel of an operator.
+  struct Step {
+    c10::OperatorName op;
+    std::optional<c10::DispatchKey> key;  // of a kernel
+    std::string name;                     // "operator" of a def, "operator key" of a kernel
+    std::string line;  // for the loader: "def", name, schema, tags or "impl", name, C++ signature
+    // Registers the step. The handles end the registration. Their name is "" for a def.
+    std::function<void(Handles&)> apply;
+
+    // Return where the name was registered in the dispatcher; "" if it was not.
+    std::string place() const {
+      const auto live = dispatcher().findOp(op);
+      if (!live || !(key ? live->hasKernelForDispatchKey(*key) : live->hasSchema())) return "";
+      if (!key) return live->debug();
+      // The dump has a line for each kernel: "KEY: registered at FILE:LINE :: ...".
+      const std::string state = live->dumpState();
+      const auto at = state.find("registered at ", state.find(std::string("\n") + toString(*key)));
+      return at == std::string::npos ? "a kernel" : state.substr(at, state.find(" ::", at) - at);
+    }
+  };
 
   // Return the message of the exception that is handled. contract.cpp calls this function, too.
   std::string message() {
@@ -98,19 +98,6 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     void add(Step step) {
       steps.push_back(std::move(step));
       if (committed) commit(steps.size() - 1);  // from a torch::Library outside a block
-    }
-
-    // Return "name\twhere\n" of each step whose name is registered already, except for the names in
-    // the lines of `mine`.
-    std::string taken(const std::string& mine) const {
-      const std::string own_names = '\n' + mine + '\n';
-      std::string taken_names;
-      for (const Step& step : steps) {
-        if (own_names.find('\n' + step.name + '\n') != std::string::npos) continue;
-        const std::string where = step.registered();
-        if (!where.empty()) taken_names += step.name + '\t' + where + '\n';
-      }
-      return taken_names;
     }
 
     // Register the steps from `first` on, all or none.
@@ -175,11 +162,10 @@ Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name
   std::string line = c10::str("def\t", op, '\t', schema, '\t');
   for (const at::Tag tag : tags) line += std::to_string(static_cast<int>(tag)) + ' ';
   calcops_jit::Registry::here().add(
-      {c10::toString(op), line,
-       [op] {
-         const auto live = calcops_jit::dispatcher().findSchema(op);
-         return live ? live->debug() : "";
-       },
+      {op,
+       {},
+       c10::toString(op),
+       line,
        [op, schema, tags, module = python_module_,
         where = c10::str("registered at ", file_, ":", line_)](calcops_jit::Handles& done) {
          auto& dispatcher = calcops_jit::dispatcher();
@@ -206,7 +192,7 @@ Library& Library::_impl(const char* name, CppFunction&& f, _RegisterOrVerify) & 
   const std::string where =
       f.debug_.empty() ? c10::str("registered at ", file_, ":", line_) : f.debug_;
   calcops_jit::Registry::here().add(
-      {step, line, [op, runtime_key] { return calcops_jit::place_of(op, runtime_key); },
+      {op, runtime_key, step, line,
        [step, op, key, kernel = f.func_, signature = f.cpp_signature_, where,
         inferred = std::shared_ptr<c10::FunctionSchema>(std::move(f.schema_))](
            calcops_jit::Handles& done) {
@@ -231,24 +217,8 @@ Library& Library::_def(std::variant<c10::OperatorName, c10::FunctionSchema>&& na
   return _impl(c10::toString(op).c_str(), std::move(f));
 }
 
-Library& Library::_fallback(CppFunction&& f) & {
-  const auto key = f.dispatch_key_ ? f.dispatch_key_ : dispatch_key_;
-  TORCH_CHECK(key && !ns_, "fallback() belongs into TORCH_LIBRARY_IMPL(_, <key>, m), not to ",
-              file_, ":", line_);
-  for (c10::DispatchKey each : c10::getRuntimeDispatchKeySet(*key)) {
-    const std::string step = std::string(" ") + c10::toString(each);
-    const std::string where = c10::str("registered at ", file_, ":", line_);
-    calcops_jit::Registry::here().add(
-        {step, "impl\t" + step + '\t',
-         [each] {
-           const bool is_live = calcops_jit::dispatcher().hasBackendFallbackForDispatchKey(each);
-           return is_live ? "a fallback" : "";
-         },
-         [=, kernel = f.func_](calcops_jit::Handles& done) {
-           done.emplace_back(step, calcops_jit::dispatcher().registerFallback(each, kernel, where));
-         }});
-  }
-  return *this;
+Library& Library::_fallback(CppFunction&&) & {
+  TORCH_CHECK(false, "calcops_jit registers no fallbacks, at ", file_, ":", line_);
 }
 
 }  // namespace torch
@@ -260,9 +230,7 @@ CALCOPS_EXPORT const char* calcops_jit_steps() {
   auto& registry = calcops_jit::Registry::here();
   return registry.attempt([&] {
     registry.collect();
-    std::string lines;
-    for (const auto& step : registry.steps) lines += step.line + '\n';
-    registry.answer = std::move(lines);
+    for (const auto& step : registry.steps) registry.answer += step.line + '\n';
   });
 }
 // Register all steps and return "". If a name is registered already and is not in `mine`, register
@@ -275,11 +243,14 @@ CALCOPS_EXPORT const char* calcops_jit_commit(const char* mine) {
   return registry.attempt([&] {
     registry.collect();
     if (registry.committed && !*mine) return;
-    if (const auto taken = registry.taken(mine); !taken.empty()) {
-      registry.answer = "taken\n" + taken;
-      return;
+    const std::string own_names = c10::str('\n', mine, '\n');
+    std::string taken;
+    for (const auto& step : registry.steps) {
+      if (own_names.find('\n' + step.name + '\n') != std::string::npos) continue;
+      if (const auto where = step.place(); !where.empty()) taken += step.name + '\t' + where + '\n';
     }
-    registry.commit();
+    if (taken.empty()) return registry.commit();
+    registry.answer = "taken\n" + taken;
   });
 }
 // End this library's registrations of a name that a newer library no longer has.

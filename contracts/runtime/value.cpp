@@ -48,11 +48,22 @@ bool Value::is_readable() const {
                               c10::DispatchKey::Functionalize}));
 }
 
+bool Value::wants_checks() const {
+  return is_readable() && calcops::wants_checks(ivalue_of(*this).toTensor());
+}
+
+bool Value::is_on_cuda() const {
+  const Tensor& x = ivalue_of(*this).toTensor();
+  return x.is_cuda();
+}
+
 int64_t Value::item() const {
   const IValue& value = ivalue_of(*this);
   if (value.isBool()) return value.toBool();
   return value.isTensor() ? value.toTensor().item().toLong() : value.toInt();
 }
+
+double Value::real() const { return ivalue_of(*this).toDouble(); }
 
 int Value::dim() const { return int(ivalue_of(*this).toTensor().dim()); }
 
@@ -122,7 +133,13 @@ Value Value::call_in(const char* name_space, const char* op, const Value* values
   TORCH_CHECK(size_t(count) <= arguments.size(), "calcops::Value::call: expected at most ",
               arguments.size(), " arguments of ", handle.schema(), ", got ", count);
   torch::jit::Stack stack;
-  for (int i = 0; i < count; ++i) stack.push_back(ivalue_of(values[i]));
+  for (int i = 0; i < count; ++i) {
+    const IValue& value = ivalue_of(values[i]);
+    TORCH_CHECK(!value.isTensor() || value.toTensor().defined(), "calcops::Value::call: expected `",
+                arguments[i].name(), "` of ", handle.schema(),
+                ", got a gradient or a tangent that is zero; ask is_none() before the call");
+    stack.push_back(value);
+  }
   for (size_t i = count; i < arguments.size(); ++i) {
     const auto& value = arguments[i].default_value();
     TORCH_CHECK(value || arguments[i].type()->kind() == c10::TypeKind::OptionalType,
@@ -156,6 +173,7 @@ namespace {
 std::string text_of(const Value& shown) {
   const IValue& value = ivalue_of(shown);
   if (value.isString()) return value.toStringRef();
+  if (value.isDouble()) return c10::str(value.toDouble());
   if (!value.isTensor()) return c10::str(value);
   return c10::str(value.toTensor().scalar_type(), ' ', value.toTensor().sym_sizes());
 }
@@ -174,6 +192,9 @@ void refuse(const char* op, const char* argument, const char* what, const Value&
 
 namespace {
 
+// Formulas receive an undefined tensor for a gradient or a tangent that is zero.
+bool is_zero(const Value& value) { return value.is_tensor() && value.is_none(); }
+
 // Call an operator of PyTorch for tensors, otherwise compute with numbers or with sizes.
 template <class Numbers, class Sizes>
 Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers,
@@ -189,6 +210,7 @@ Value combined(const char* name, const Value& a, const Value& b, const Numbers& 
 }  // namespace
 
 Value operator+(const Value& a, const Value& b) {
+  if (is_zero(a) || is_zero(b)) return is_zero(a) ? b : a;
   if (b.is_tensor() && !a.is_tensor()) return b + a;
   return combined(
       "aten::add", a, b, [](double x, double y) { return IValue(x + y); },
@@ -196,6 +218,7 @@ Value operator+(const Value& a, const Value& b) {
 }
 
 Value operator*(const Value& a, const Value& b) {
+  if (is_zero(a) || is_zero(b)) return is_zero(a) ? a : b;
   if (b.is_tensor() && !a.is_tensor()) return b * a;
   return combined(
       "aten::mul", a, b, [](double x, double y) { return IValue(x * y); },
@@ -203,6 +226,7 @@ Value operator*(const Value& a, const Value& b) {
 }
 
 Value operator-(const Value& a, const Value& b) {
+  if (is_zero(a) || is_zero(b)) return is_zero(a) ? b * -1 : a;
   if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::rsub.Scalar", b, a);
   return combined(
       "aten::sub", a, b, [](double x, double y) { return IValue(x - y); },
@@ -210,6 +234,7 @@ Value operator-(const Value& a, const Value& b) {
 }
 
 Value operator/(const Value& a, const Value& b) {
+  if (is_zero(a)) return a;
   if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::reciprocal", b) * a;
   const IValue& y = ivalue_of(b);
   const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();

@@ -2,6 +2,7 @@
 // otherwise one call for each item.
 #pragma once
 
+#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
@@ -60,8 +61,8 @@ struct Joined {
   const contract::Text& text;
   const Call& given;
   const SymInt& items;
-  const std::vector<IValue> first;  // the arguments of the first item
-  const Checked<SymInt> item;       // All items have its sizes.
+  std::vector<IValue> first;   // the arguments of the first item
+  const Checked<SymInt> item;  // All items have its sizes.
 
   Joined(const Operator& op, const Call& given, const SymInt& items)
       : op(op),
@@ -69,7 +70,7 @@ struct Joined {
         given(given),
         items(items),
         first(first_of(given)),
-        item(op, first.data()) {}
+        item(op, first.data(), /*with_check=*/false) {}
 
   static std::vector<IValue> first_of(const Call& given) {
     std::vector<IValue> arguments = given.arguments;
@@ -126,9 +127,7 @@ struct Joined {
       const Line& line = text.lines[i];
       if (!op.has(int(i))) continue;
       IValue& argument = all.arguments[op.argument[i]];
-      if (!line.made_by.empty() && dimension(line) < 0) {
-        argument = IValue();  // such as edge_order, which is made for the joined graph where needed
-      } else if (argument.isTensor()) {
+      if (argument.isTensor()) {
         const auto joined = join(argument.toTensor(), line);
         if (!joined) return {};
         argument = *joined;
@@ -174,6 +173,40 @@ tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items
       }
   }
   return vmap_one_by_one(call, items);
+}
+
+// The kernel of the dispatch key FuncTorchBatched. The batch dimension comes first in every tensor
+// of the calls above.
+void vmap(const Operator& op, const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  Call call{handle, torch::jit::pop(*stack, size_t(op.count))};
+  int64_t level = -1;  // of the innermost vmap
+  for (const IValue& argument : call.arguments)
+    if (const Tensor tensor = tensor_or_none(argument); tensor.defined())
+      if (const auto* batched = at::functorch::maybeGetBatchedImpl(tensor))
+        level = std::max(level, batched->level());
+  // Return a tensor's batch at this level, or nullptr.
+  const auto batch_of = [&](const Tensor& tensor) {
+    const auto* batched = tensor.defined() ? at::functorch::maybeGetBatchedImpl(tensor) : nullptr;
+    return batched && batched->level() == level ? batched : nullptr;
+  };
+
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::FuncTorchBatched);
+  c10::SymInt batch = 1;
+  for (const IValue& argument : call.arguments)
+    if (const auto* batched = batch_of(tensor_or_none(argument)))
+      batch = batched->value().sym_size(batched->bdim());
+  for (IValue& argument : call.arguments) {
+    const Tensor tensor = tensor_or_none(argument);
+    if (const auto* batched = batch_of(tensor)) {
+      argument = batched->value().movedim(batched->bdim(), 0);
+    } else if (tensor.defined()) {
+      c10::SymDimVector shape(tensor.sym_sizes());
+      shape.insert(shape.begin(), batch);
+      argument = tensor.unsqueeze(0).expand_symint(shape);
+    }
+  }
+  for (const Tensor& result : vmap_items(op, call, batch))
+    stack->push_back(at::functorch::makeBatched(result, 0, level));
 }
 
 }  // namespace

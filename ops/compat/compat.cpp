@@ -26,7 +26,8 @@ Value calculate_force(const Value* arguments) {
   const int64_t nghost = read_nghost("CalcOps::calculateForce", arguments[4]);
   const Value pairs =
       Value::call("calcops::_force_virial", arguments[0], arguments[1], arguments[2],
-                  /*Rij=*/nullptr, nghost, /*center=*/false);
+                  /*Rij=*/nullptr, nghost, /*center=*/false,
+                  /*output_mask=*/Value::list(true, false, false));
   const Value F = arguments[3];
   const Value center =
       nghost == 0 ? F : Value::call("aten::constant_pad_nd", F, Value::list(0, 0, 0, nghost));

@@ -117,17 +117,29 @@ void table_jvp(const Value* arguments, const Value* tangents, Value* results) {
       [&](const Directions& w) { return sums.table_gradient(arguments[0], w); }, results[0]);
 }
 
-const Derivative kDerivatives[] = {
-    {"density", vjp<false>, jvp<false>, nullptr, Derivative::kNone},
-    {"_density_along", vjp<true>, jvp<true>, nullptr, Derivative::kNone},
-    {"_density_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
-const Derivative kTableDerivatives[] = {
-    {"_density_table_backward", table_vjp, table_jvp, nullptr, Derivative::kNone}};
+const Derivative kDerivatives[] = {{"density", vjp<false>, jvp<false>},
+                                   {"_density_along", vjp<true>, jvp<true>},
+                                   {"_density_backward", backward_vjp, backward_jvp}};
+const Derivative kTableDerivatives[] = {{"_density_table_backward", table_vjp, table_jvp}};
+
+// `first` is the position of d.
+template <int first>
+void check_harmonics(Value* arguments, Value*) {
+  const Value& harmonics = arguments[first + kHarmonics];
+  for (const int number : {1, 4, 9, 16, 25})
+    if (harmonics.equals(number)) return;
+  refuse(kName, "harmonics", "1, 4, 9, 16 or 25", harmonics);
+}
+
+const Check kChecks[] = {{"density", check_harmonics<0>},
+                         {"_density_along", check_harmonics<0>},
+                         {"_density_backward", check_harmonics<1>}};
+const Check kTableChecks[] = {{"_density_table_backward", check_harmonics<1>}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
-density(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics) -> Tensor
+density(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics) -> Tensor result
   Sums over neighbours of tabulated functions of the distance times spherical harmonics.
 
   These are the projections of the density of neighbours with which NEP, ACE and SNAP describe an
@@ -156,7 +168,7 @@ density(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics) -> T
   GPU.
 
 _density_along(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics,
-               Tensor? directions=None) -> Tensor
+               Tensor? directions=None) -> Tensor result
   The D-th derivative of the sums along D directions. Each slot has directions of its own.
 
 _density_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor table, Tensor grid,
@@ -171,12 +183,13 @@ kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, sl
 table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
 grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
              the cells, 0 <= first < last, for each kind. The last is the cutoff.
-harmonics    1, 4, 9, 16 or 25. The number (l_max + 1)^2 of harmonics.
+harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 directions   [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result       [harmonics, n, F]; like d.
+grad_result  [harmonics, n, F]; like d.
 vmap         joins n
 )",
-                         kDerivatives);
+                         kDerivatives, kChecks);
 
 // A contract of its own: each item of a batch has a gradient of its own, so vmap cannot join them.
 const Contract kTableContract(R"(
@@ -188,11 +201,11 @@ d            [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA
 kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot.
 table        [kinds, B, F]; like d; B >= 6.
 grid         [kinds, 2]; float32 or float64 read as float64; constant.
-harmonics    1, 4, 9, 16 or 25.
+harmonics    1 to 25.
 directions   [n, K, D, 3]; like d; D < 4.
-result       [harmonics, n, F]; like d.
+grad_result  [harmonics, n, F]; like d.
 )",
-                              kTableDerivatives);
+                              kTableDerivatives, kTableChecks);
 
 // ---- from views to the structs of density.h -----------------------------------------------------
 

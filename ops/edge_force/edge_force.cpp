@@ -4,6 +4,8 @@
 
 #include <calcops/operator.h>
 
+#include "force_terms.h"
+
 namespace calcops::ops::edge_force {
 namespace {
 
@@ -48,19 +50,89 @@ Value edge_order(const Value* arguments) {
 
 const Composition kCompositions[] = {{"edge_order", &edge_order}};
 
-// Without `batch` all atoms are in frame 0, which must exist. `first` is the position of
-// edge_index.
-template <int first>
-void check_frames(const Value* arguments, Value*) {
-  const Value &natoms = arguments[first + 3], &batch = arguments[first + 4];
-  const Value& nframes = arguments[first + 5];
-  if (batch.is_none() && nframes.is_known(0) && !natoms.expect_equal(0))
-    refuse("calcops::edge_force_virial", "nframes", ">= 1 where `batch` is None", nframes);
+// ---- derivatives: see force_terms.h -------------------------------------------------------------
+
+// The operators of force_terms.h, with the arguments of a call that are no factors.
+class Operators {
+ public:
+  static constexpr int kFactors = kUpstreams + 2;
+
+  Operators(const Value* a, const int* at)
+      : edge_index_(a[at[0]]),
+        natoms_(a[at[1]]),
+        batch_(at[2] < 0 ? Value() : a[at[2]]),
+        nframes_(at[3] < 0 ? Value(1) : a[at[3]]),
+        edge_order_(a[at[4]]) {}
+
+  Value results(const Value* inputs, bool has_virial) const {
+    return Value::call("_edge_force_virial", edge_index_, inputs[0],
+                       has_virial ? inputs[1] : nullptr, natoms_, batch_, nframes_,
+                       Value::list(true, has_virial, has_virial), edge_order_);
+  }
+  Value gradients(const Value* factors, FactorSet inputs) const {
+    return Value::call("_edge_force_virial_backward", factors[0], factors[1], factors[2],
+                       edge_index_, factors[3], factors[4], natoms_, batch_, nframes_,
+                       Value::list(bool(inputs & 1), bool(inputs >> 1 & 1)), edge_order_);
+  }
+
+ private:
+  Value edge_index_, natoms_, batch_, nframes_, edge_order_;
+};
+
+using EdgePlaces = Places<Operators::kFactors, 5>;
+constexpr EdgePlaces kForce{{-1, -1, -1, 1, -1}, {0, 2, -1, -1, 3}, -1, 1, 0};
+constexpr EdgePlaces kForceVirial{{-1, -1, -1, 1, 2}, {0, 3, 4, 5, 6}, -1, 3, 0};
+constexpr EdgePlaces kAll{{-1, -1, -1, 1, 2}, {0, 3, 4, 5, 7}, 6, 3, 0};
+constexpr EdgePlaces kBackward{{0, 1, 2, 4, 5}, {3, 6, 7, 8, 10}, 9, 2, kUpstreams};
+
+const Derivative kDerivatives[] = {
+    derivative_of<Operators, kForce>("edge_force"),
+    derivative_of<Operators, kForceVirial>("edge_force_virial"),
+    derivative_of<Operators, kAll>("_edge_force_virial"),
+    derivative_of<Operators, kBackward>("_edge_force_virial_backward")};
+
+// ---- checks -------------------------------------------------------------------------------------
+
+constexpr char kName[] = "calcops::edge_force_virial";
+
+// The CUDA kernels need the order. With CALCOPS_CHECK=1, refuse the order of another graph.
+template <const EdgePlaces& op>
+void make_order(Value* arguments, Value*) {
+  const Value &edge_index = arguments[op.other[0]], &natoms = arguments[op.other[1]];
+  Value& order = arguments[op.other[4]];
+  if (order.is_none() && edge_index.is_on_cuda())
+    order = Value::call("edge_order", edge_index, natoms);
+  else if (!order.is_none() && order.wants_checks() &&
+           !Value::call("aten::equal", order, Value::call("edge_order", edge_index, natoms)).item())
+    refuse(kName, "edge_order", "of this edge_index and natoms", "that of others");
 }
 
-const Check kChecks[] = {{"edge_force_virial", &check_frames<0>},
-                         {"_edge_force_virial", &check_frames<0>},
-                         {"_edge_force_virial_backward", &check_frames<3>}};
+// Without `batch` all atoms are in frame 0, which must exist.
+template <const EdgePlaces& op>
+void check_frames(Value* arguments, Value* shapes) {
+  const Value &natoms = arguments[op.other[1]], &batch = arguments[op.other[2]];
+  const Value& nframes = arguments[op.other[3]];
+  if (batch.is_none() && nframes.is_known(0) && !natoms.expect_equal(0))
+    refuse(kName, "nframes", ">= 1 where `batch` is None", nframes);
+  make_order<op>(arguments, shapes);
+}
+
+void check_all(Value* arguments, Value* shapes) {
+  check_results(kName, "edge_vec", arguments[2], arguments[6]);
+  check_frames<kAll>(arguments, shapes);
+}
+
+void check_backward(Value* arguments, Value* shapes) {
+  check_vectors(kName, "edge_vec", arguments[5], arguments);
+  check_frames<kBackward>(arguments, shapes);
+}
+
+const Check kChecks[] = {{"edge_force", &make_order<kForce>},
+                         {"edge_force_virial", &check_frames<kForceVirial>},
+                         {"_edge_force_virial", &check_all},
+                         {"_edge_force_virial_backward", &check_backward}};
+
+// ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
 edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *,
@@ -103,15 +175,15 @@ edge_order(Tensor edge_index, SymInt natoms) -> Tensor
   E must be below 2^30. torch.export needs this bound of a dynamic E: Dim("E", max=2**30 - 1).
 
 _edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, SymInt natoms,
-                   Tensor? batch=None, SymInt nframes=1, *,
-                   Tensor? edge_order=None) -> (Tensor, Tensor, Tensor)
-  Force, virial and per-atom virial, or the force alone if edge_vec is None.
+                   Tensor? batch=None, SymInt nframes=1, bool[3] output_mask=[True, True, True], *,
+                   Tensor? edge_order=None) -> (Tensor force, Tensor virial, Tensor atom_virial)
+  Force, virial and per-atom virial, or the force alone.
 
 _edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial,
                             Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec,
                             SymInt natoms, Tensor? batch=None, SymInt nframes=1,
                             bool[2] output_mask=[True, True], *,
-                            Tensor? edge_order=None) -> (Tensor, Tensor)
+                            Tensor? edge_order=None) -> (Tensor edge_gradient, Tensor edge_vec)
   Gradients for edge_gradient and edge_vec, from those for force, virial and atom_virial.
 
 edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
@@ -126,20 +198,20 @@ batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nfra
                frame of each atom, in any order. None: all atoms are in frame 0. torch.vmap joins
                its items to one call where batch is given, for example as zeros.
 nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
-edge_order     [natoms + 2E]; int32; E < 2^30; from edge_order(edge_index, natoms),
-               made where absent on CUDA.
-               None: each call on CUDA sorts the edges itself. CPU kernels ignore this argument.
-               With the edge_order of another graph, forces are wrong on CUDA. With
-               CALCOPS_CHECK=1 it is an error on either device. E must be below 2^30, as for
-               calcops::edge_order.
+edge_order     [natoms + 2E]; int32; E < 2^30.
+               The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
+               itself. CPU kernels ignore this argument. With the edge_order of another graph,
+               forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+               E must be below 2^30, as for calcops::edge_order.
 force          [natoms, 3]; like edge_gradient. Energy/length.
 virial         [nframes, 3, 3]; like edge_gradient. Energy.
 atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.
-linear         force(edge_gradient) + virial(edge_gradient, edge_vec) +
-               atom_virial(edge_gradient, edge_vec)
+grad_force     [natoms, 3]; like edge_gradient.
+grad_virial    [nframes, 3, 3]; like edge_gradient.
+grad_atom_virial  [natoms, 3, 3]; like edge_gradient.
 vmap           joins E, natoms, nframes
 )",
-                         kCompositions, kChecks);
+                         kCompositions, kDerivatives, kChecks);
 
 // ---- from views to the structs of edge_force.h --------------------------------------------------
 
@@ -157,18 +229,17 @@ bool is_transposed(Vectors<Real> vectors) {
 template <class Real, class Index>
 EdgeInputs<Real, Index> inputs(In<Index, 2> edge_index, const Real* edge_gradient,
                                const Real* edge_vec, int64_t natoms, In<int64_t, 1> batch,
-                               int64_t nframes, In<int32_t, 1> edge_order) {
-  return {natoms,          edge_index.shape[1], nframes,  edge_vec != nullptr,
-          edge_index.data, edge_gradient,       edge_vec, batch.data,
-          edge_order.data};
+                               int64_t nframes, bool virial, In<int32_t, 1> edge_order) {
+  return {natoms,   edge_index.shape[1], nframes,        virial, edge_index.data, edge_gradient,
+          edge_vec, batch.data,          edge_order.data};
 }
 
 template <class Real, class Index>
 int64_t cpu(In<Index, 2> edge_index, Vectors<Real> edge_gradient, Vectors<Real> edge_vec,
             int64_t natoms, In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
             View<Real, 2> force, View<Real, 3> virial, View<Real, 3> atom_virial) {
-  EdgeInputs<Real, Index> in =
-      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order);
+  EdgeInputs<Real, Index> in = inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch,
+                                      nframes, bool(virial), edge_order);
   in.gradient_is_transposed = is_transposed(edge_gradient);
   in.vec_is_transposed = is_transposed(edge_vec);
   return edge_force_cpu(in, {force.data, virial.data, atom_virial.data});
@@ -180,10 +251,10 @@ int64_t backward_cpu(In<Real, 2> grad_force, In<Real, 3> grad_virial, In<Real, 3
                      int64_t natoms, In<int64_t, 1> batch, int64_t nframes,
                      In<int32_t, 1> edge_order, View<Real, 2> grad_gradient,
                      View<Real, 2> grad_vec) {
-  return edge_force_backward_cpu(
-      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order),
-      {grad_force.data, grad_virial.data, grad_atom_virial.data},
-      {grad_gradient.data, grad_vec.data});
+  return edge_force_backward_cpu(inputs(edge_index, edge_gradient.data, edge_vec.data, natoms,
+                                        batch, nframes, bool(edge_vec), edge_order),
+                                 {grad_force.data, grad_virial.data, grad_atom_virial.data},
+                                 {grad_gradient.data, grad_vec.data});
 }
 
 const Kernel kCpu("_edge_force_virial", cpu<float, int32_t>, cpu<float, int64_t>,
@@ -198,8 +269,8 @@ cudaError_t cuda(In<Index, 2> edge_index, In<Real, 2> edge_gradient, In<Real, 2>
                  int64_t natoms, In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
                  View<Real, 2> force, View<Real, 3> virial, View<Real, 3> atom_virial,
                  Workspace& workspace, cudaStream_t stream) {
-  const auto in =
-      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order);
+  const auto in = inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes,
+                         bool(virial), edge_order);
   if (!workspace.data) {
     workspace.bytes = edge_force_cuda_workspace(in);
     return cudaSuccess;
@@ -214,10 +285,10 @@ cudaError_t backward_cuda(In<Real, 2> grad_force, In<Real, 3> grad_virial,
                           In<int64_t, 1> batch, int64_t nframes, In<int32_t, 1> edge_order,
                           View<Real, 2> grad_gradient, View<Real, 2> grad_vec,
                           cudaStream_t stream) {
-  return edge_force_backward_cuda(
-      inputs(edge_index, edge_gradient.data, edge_vec.data, natoms, batch, nframes, edge_order),
-      {grad_force.data, grad_virial.data, grad_atom_virial.data},
-      {grad_gradient.data, grad_vec.data}, stream);
+  return edge_force_backward_cuda(inputs(edge_index, edge_gradient.data, edge_vec.data, natoms,
+                                         batch, nframes, bool(edge_vec), edge_order),
+                                  {grad_force.data, grad_virial.data, grad_atom_virial.data},
+                                  {grad_gradient.data, grad_vec.data}, stream);
 }
 
 const Kernel kCuda("_edge_force_virial", cuda<float, int32_t>, cuda<float, int64_t>,

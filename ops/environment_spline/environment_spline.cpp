@@ -78,16 +78,26 @@ void backward_jvp(const Value* arguments, const Value* tangents, Value* results)
       [&](const Directions& w) { return gradient(arguments[0], a, w); }, results[0]);
 }
 
-const Derivative kDerivatives[] = {
-    {"environment_spline", vjp<false>, jvp<false>, nullptr, Derivative::kNone},
-    {"_environment_spline_along", vjp<true>, jvp<true>, nullptr, Derivative::kNone},
-    {"_environment_spline_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
+const Derivative kDerivatives[] = {{"environment_spline", vjp<false>, jvp<false>},
+                                   {"_environment_spline_along", vjp<true>, jvp<true>},
+                                   {"_environment_spline_backward", backward_vjp, backward_jvp}};
+
+// `first` is the position of d.
+template <int first>
+void check_cutoff(Value* arguments, Value*) {
+  const Value &rcut_smth = arguments[first + kRcutSmth], &rcut = arguments[first + kRcut];
+  if (!(rcut.real() > rcut_smth.real())) refuse(kName, "rcut", "> `rcut_smth` =", rcut_smth, rcut);
+}
+
+const Check kChecks[] = {{"environment_spline", check_cutoff<0>},
+                         {"_environment_spline_along", check_cutoff<0>},
+                         {"_environment_spline_backward", check_cutoff<1>}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
 environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid, SymInt functions,
-                   float rcut_smth, float rcut, str spline="quintic") -> Tensor
+                   float rcut_smth, float rcut, str spline="quintic") -> Tensor result
   Sums over neighbours of environment-matrix rows times B-splines, for spline embedding nets.
 
   The switch w(r) is 1 up to rcut_smth. From there to rcut it is (1 - u)^3 (1 + 3u + 6u^2) with
@@ -116,7 +126,7 @@ environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
 
 _environment_spline_along(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
                           SymInt functions, float rcut_smth, float rcut, str spline="quintic",
-                          Tensor? directions=None) -> Tensor
+                          Tensor? directions=None) -> Tensor result
   The D-th derivative of the sums along D directions. Each slot has directions of its own.
 
 _environment_spline_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor davg, Tensor dstd,
@@ -138,13 +148,14 @@ grid        [kinds, 2]; float32 or float64 read as float64; constant. First and 
             cells of equal width, or (functions - 3) if `spline` is "cubic".
 functions   6 to 2^20. Number of B-splines of each kind.
 rcut_smth   >= 0. Distance at which the switch w begins to fall.
-rcut        > rcut_smth. Cutoff distance, at which w is 0.
+rcut        Cutoff distance, at which w is 0. It is larger than rcut_smth.
 spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
 directions  [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result      [n, 4, kinds, functions]; like d.
+grad_result [n, 4, kinds, functions]; like d.
 vmap        joins n
 )",
-                         kDerivatives);
+                         kDerivatives, kChecks);
 
 // ---- from views to the structs of environment_spline.h ------------------------------------------
 

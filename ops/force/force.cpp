@@ -4,6 +4,8 @@
 
 #include <calcops/operator.h>
 
+#include "force_terms.h"
+
 namespace calcops::ops::force {
 namespace {
 
@@ -48,6 +50,75 @@ Value neighbor_index(const Value* arguments) {
 
 const Composition kCompositions[] = {{"neighbor_index", &neighbor_index}};
 
+// ---- derivatives: see force_terms.h -------------------------------------------------------------
+
+// The operators of force_terms.h, with the arguments of a call that are no factors.
+class Operators {
+ public:
+  static constexpr int kFactors = kUpstreams + 3;
+
+  Operators(const Value* a, const int* at)
+      : list_neigh_(a[at[0]]),
+        nghost_(a[at[1]]),
+        center_(at[2] < 0 ? Value(true) : a[at[2]]),
+        neighbor_index_(a[at[3]]) {}
+
+  Value results(const Value* inputs, bool has_virial) const {
+    return Value::call("_force_virial", list_neigh_, inputs[0], inputs[1],
+                       has_virial ? inputs[2] : nullptr, nghost_, center_,
+                       Value::list(true, has_virial, has_virial), neighbor_index_);
+  }
+  Value gradients(const Value* factors, FactorSet inputs) const {
+    const Value mask = Value::list(bool(inputs & 1), bool(inputs >> 1 & 1), bool(inputs >> 2 & 1));
+    return Value::call("_force_virial_backward", factors[0], factors[1], factors[2], list_neigh_,
+                       factors[3], factors[4], factors[5], nghost_, center_, mask, neighbor_index_);
+  }
+
+ private:
+  Value list_neigh_, nghost_, center_, neighbor_index_;
+};
+
+using ListPlaces = Places<Operators::kFactors, 4>;
+constexpr ListPlaces kForce{{-1, -1, -1, 1, 2, -1}, {0, 3, -1, 4}, -1, 1, 0};
+constexpr ListPlaces kForceVirial{{-1, -1, -1, 1, 2, 3}, {0, 4, -1, 5}, -1, 3, 0};
+constexpr ListPlaces kAll{{-1, -1, -1, 1, 2, 3}, {0, 4, 5, 7}, 6, 3, 0};
+constexpr ListPlaces kBackward{{0, 1, 2, 4, 5, 6}, {3, 7, 8, 10}, 9, 3, kUpstreams};
+
+const Derivative kDerivatives[] = {derivative_of<Operators, kForce>("force"),
+                                   derivative_of<Operators, kForceVirial>("force_virial"),
+                                   derivative_of<Operators, kAll>("_force_virial"),
+                                   derivative_of<Operators, kBackward>("_force_virial_backward")};
+
+constexpr char kName[] = "calcops::force_virial";
+
+// With CALCOPS_CHECK=1, refuse the index of another list.
+template <const ListPlaces& op>
+void check_index(Value* arguments, Value*) {
+  const Value &list_neigh = arguments[op.other[0]], &nghost = arguments[op.other[1]];
+  const Value& index = arguments[op.other[3]];
+  if (index.is_none() || !index.wants_checks()) return;
+  const Value own = Value::call("neighbor_index", list_neigh, nghost);
+  if (!Value::call("aten::equal", index, own).item())
+    refuse(kName, "neighbor_index", "of this list_neigh and nghost", "that of others");
+}
+
+void check_all(Value* arguments, Value* shapes) {
+  check_results(kName, "Rij", arguments[3], arguments[6]);
+  check_index<kAll>(arguments, shapes);
+}
+
+void check_backward(Value* arguments, Value* shapes) {
+  check_vectors(kName, "Rij", arguments[6], arguments);
+  check_index<kBackward>(arguments, shapes);
+}
+
+const Check kChecks[] = {{"force", &check_index<kForce>},
+                         {"force_virial", &check_index<kForceVirial>},
+                         {"_force_virial", &check_all},
+                         {"_force_virial_backward", &check_backward}};
+
+// ---- the contract -------------------------------------------------------------------------------
+
 const Contract kContract(R"(
 force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0, *,
       Tensor? neighbor_index=None) -> Tensor force
@@ -88,14 +159,15 @@ neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
   has the end of each atom's group: the position in the second part just behind the group.
 
 _force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost,
-              bool center=True, *,
-              Tensor? neighbor_index=None) -> (Tensor, Tensor, Tensor)
-  Force, virial and per-atom virial. Without `center`, atoms receive no force from their own rows.
+              bool center=True, bool[3] output_mask=[True, True, True], *,
+              Tensor? neighbor_index=None) -> (Tensor force, Tensor virial, Tensor atom_virial)
+  Force, virial and per-atom virial, or the force alone. Without `center`, atoms receive no force
+  from their own rows.
 
 _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_atom_virial,
                        Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost,
                        bool center=True, bool[3] output_mask=[True, True, True], *,
-                       Tensor? neighbor_index=None) -> (Tensor, Tensor, Tensor)
+                       Tensor? neighbor_index=None) -> (Tensor dE, Tensor Ri_d, Tensor Rij)
   Gradients for dE, Ri_d and Rij, from those for force, virial and atom_virial.
 
 list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
@@ -110,19 +182,21 @@ Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i 
              atom, 1/length.
 Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
-neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31;
-             from neighbor_index(list_neigh, nghost). Or None. It spares CUDA kernels a search for
-             the slots that name an atom. CPU kernels ignore it. Results are the same bit for bit
-             with and without it. With the index of another list, forces are wrong on CUDA. With
-             CALCOPS_CHECK=1 it is an error on either device.
+neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
+             The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
+             search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
+             for bit with and without it. With the index of another list, forces are wrong on CUDA.
+             With CALCOPS_CHECK=1 it is an error on either device.
 center       Whether atoms receive force from their own rows.
 force        [B, n + nghost, 3]; like dE. Energy/length.
 virial       [B, 3, 3]; like dE. Energy.
 atom_virial  [B, n + nghost, 3, 3]; like dE. Energy.
-linear       force(dE, Ri_d) + virial(dE, Ri_d, Rij) + atom_virial(dE, Ri_d, Rij)
+grad_force   [B, n + nghost, 3]; like dE.
+grad_virial  [B, 3, 3]; like dE.
+grad_atom_virial  [B, n + nghost, 3, 3]; like dE.
 vmap         joins B
 )",
-                         kCompositions);
+                         kCompositions, kDerivatives, kChecks);
 
 // ---- from views to the structs of force.h -------------------------------------------------------
 
@@ -131,10 +205,10 @@ using In = View<const Number, rank>;
 
 template <class Real, class Index>
 ForceInputs<Real, Index> inputs(In<Index, 3> list_neigh, In<Real, 4> dE, In<Real, 4> Ri_d,
-                                In<Real, 4> Rij, int64_t nghost, bool center,
+                                In<Real, 4> Rij, int64_t nghost, bool center, bool virial,
                                 In<int32_t, 2> neighbor_index) {
   const auto [frames, natoms, neighbors] = list_neigh.shape;
-  return {frames,  natoms,    nghost,   neighbors,          center, bool(Rij), list_neigh.data,
+  return {frames,  natoms,    nghost,   neighbors,          center, virial, list_neigh.data,
           dE.data, Ri_d.data, Rij.data, neighbor_index.data};
 }
 
@@ -142,8 +216,9 @@ template <class Real, class Index>
 int64_t cpu(In<Index, 3> list_neigh, In<Real, 4> dE, In<Real, 4> Ri_d, In<Real, 4> Rij,
             int64_t nghost, bool center, In<int32_t, 2> neighbor_index, View<Real, 3> force,
             View<Real, 3> virial, View<Real, 4> atom_virial) {
-  return force_cpu(inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, neighbor_index),
-                   {force.data, virial.data, atom_virial.data});
+  return force_cpu(
+      inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, bool(virial), neighbor_index),
+      {force.data, virial.data, atom_virial.data});
 }
 
 template <class Real, class Index>
@@ -151,9 +226,10 @@ int64_t backward_cpu(In<Real, 3> grad_force, In<Real, 3> grad_virial, In<Real, 4
                      In<Index, 3> list_neigh, In<Real, 4> dE, In<Real, 4> Ri_d, In<Real, 4> Rij,
                      int64_t nghost, bool center, In<int32_t, 2> neighbor_index,
                      View<Real, 4> grad_dE, View<Real, 4> grad_Ri_d, View<Real, 4> grad_Rij) {
-  return force_backward_cpu(inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, neighbor_index),
-                            {grad_force.data, grad_virial.data, grad_atom_virial.data},
-                            {grad_dE.data, grad_Ri_d.data, grad_Rij.data});
+  return force_backward_cpu(
+      inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, bool(Rij), neighbor_index),
+      {grad_force.data, grad_virial.data, grad_atom_virial.data},
+      {grad_dE.data, grad_Ri_d.data, grad_Rij.data});
 }
 
 const Kernel kCpu("_force_virial", cpu<float, int32_t>, cpu<float, int64_t>, cpu<double, int32_t>,
@@ -168,7 +244,8 @@ cudaError_t cuda(In<Index, 3> list_neigh, In<Real, 4> dE, In<Real, 4> Ri_d, In<R
                  int64_t nghost, bool center, In<int32_t, 2> neighbor_index, View<Real, 3> force,
                  View<Real, 3> virial, View<Real, 4> atom_virial, Workspace& workspace,
                  cudaStream_t stream) {
-  const auto in = inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, neighbor_index);
+  const auto in =
+      inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, bool(virial), neighbor_index);
   if (!workspace.data) {
     workspace.bytes = force_cuda_workspace(in);
     return cudaSuccess;
@@ -183,7 +260,7 @@ cudaError_t backward_cuda(In<Real, 3> grad_force, In<Real, 3> grad_virial,
                           In<int32_t, 2> neighbor_index, View<Real, 4> grad_dE,
                           View<Real, 4> grad_Ri_d, View<Real, 4> grad_Rij, cudaStream_t stream) {
   return force_backward_cuda(
-      inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, neighbor_index),
+      inputs<Real>(list_neigh, dE, Ri_d, Rij, nghost, center, bool(Rij), neighbor_index),
       {grad_force.data, grad_virial.data, grad_atom_virial.data},
       {grad_dE.data, grad_Ri_d.data, grad_Rij.data}, stream);
 }

@@ -21,13 +21,13 @@ void jvp(const Value* arguments, const Value* tangents, Value* results) {
   if (!tangents[0].is_none()) results[0] = Value::call("matrix_product", tangents[0], arguments[1]);
   if (tangents[1].is_none()) return;
   const Value term = Value::call("matrix_product", arguments[0], tangents[1]);
-  results[0] = results[0].is_tensor() ? results[0] + term : term;
+  results[0] = results[0] + term;
 }
 
-const Derivative kDerivatives[] = {{"matrix_product", vjp, jvp, nullptr, Derivative::kNone}};
+const Derivative kDerivatives[] = {{"matrix_product", vjp, jvp}};
 
 const Contract kContract(R"(
-matrix_product(Tensor x, Tensor weights) -> Tensor
+matrix_product(Tensor x, Tensor weights) -> Tensor result
   Product of a matrix of many rows by a small one, x @ weights, as in layers of neural nets.
 
   The operator is made for CPUs. The CUDA kernel is a plain tiled one.

@@ -58,8 +58,6 @@ class Sum {
   Value order_;
 };
 
-void add(Value& sum, const Value& term) { sum = sum.is_tensor() ? sum + term : term; }
-
 void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
   const bool of_x = gradients[kX].is_wanted(), of_R = gradients[kR].is_wanted();
   if (!of_x && !of_R) return;
@@ -72,7 +70,7 @@ void jvp(const Value* arguments, const Value* tangents, Value* results) {
   const Sum sum(arguments);
   if (!tangents[kR].is_none()) results[0] = sum.of(tangents[kR]);
   if (!tangents[kX].is_none())
-    add(results[0], sum.of_next_order().of(sum.scaled(arguments[kR], tangents[kX])));
+    results[0] = results[0] + sum.of_next_order().of(sum.scaled(arguments[kR], tangents[kX]));
 }
 
 // The operator _tabulated_sum_backward(grad, x, R, ...) returns the gradients of
@@ -88,16 +86,16 @@ void backward_vjp(const Value* arguments, const Value* upstream, Value* gradient
   const Sum sum(sum_arguments);
   const Value &u_x = upstream[0], &u_R = upstream[1];
   if (!u_R.is_none()) {
-    if (of_grad) add(gradients[0], sum.of(u_R));
-    if (of_x) add(sum_gradients[kX], sum.gradients(grad, u_R, true, false)[0]);
+    if (of_grad) gradients[0] = gradients[0] + sum.of(u_R);
+    if (of_x) sum_gradients[kX] = sum_gradients[kX] + sum.gradients(grad, u_R, true, false)[0];
   }
   if (u_x.is_none()) return;
   const Value R = sum.scaled(sum_arguments[kR], u_x);
-  if (of_grad) add(gradients[0], sum.of_next_order().of(R));
+  if (of_grad) gradients[0] = gradients[0] + sum.of_next_order().of(R);
   if (!of_x && !of_R) return;
   const Value of_both = sum.of_next_order().gradients(grad, R, of_x, of_R);
-  if (of_x) add(sum_gradients[kX], of_both[0]);
-  if (of_R) add(sum_gradients[kR], sum.scaled(of_both[1], u_x));
+  if (of_x) sum_gradients[kX] = sum_gradients[kX] + of_both[0];
+  if (of_R) sum_gradients[kR] = sum_gradients[kR] + sum.scaled(of_both[1], u_x);
 }
 
 void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
@@ -109,26 +107,26 @@ void backward_jvp(const Value* arguments, const Value* tangents, Value* results)
   const Sum sum(sum_arguments);
   if (!tangents[0].is_none()) {
     const Value of_both = sum.gradients(tangents[0], sum_arguments[kR], of_x, of_R);
-    if (of_x) add(results[0], of_both[0]);
-    if (of_R) add(results[1], of_both[1]);
+    if (of_x) results[0] = results[0] + of_both[0];
+    if (of_R) results[1] = results[1] + of_both[1];
   }
   if (!sum_tangents[kR].is_none() && of_x)
-    add(results[0], sum.gradients(grad, sum_tangents[kR], true, false)[0]);
+    results[0] = results[0] + sum.gradients(grad, sum_tangents[kR], true, false)[0];
   if (!sum_tangents[kX].is_none()) {
     const Value of_both = sum.of_next_order().gradients(grad, sum_arguments[kR], of_x, of_R);
-    if (of_x) add(results[0], sum.product(of_both[0], sum_tangents[kX]));
-    if (of_R) add(results[1], sum.scaled(of_both[1], sum_tangents[kX]));
+    if (of_x) results[0] = results[0] + sum.product(of_both[0], sum_tangents[kX]);
+    if (of_R) results[1] = results[1] + sum.scaled(of_both[1], sum_tangents[kX]);
   }
 }
 
-const Derivative kDerivatives[] = {
-    {"tabulated_sum", vjp, jvp, nullptr, Derivative::kNone},
-    {"_tabulated_sum_backward", backward_vjp, backward_jvp, nullptr, Derivative::kNone}};
+const Derivative kDerivatives[] = {{"tabulated_sum", vjp, jvp},
+                                   {"_tabulated_sum_backward", backward_vjp, backward_jvp}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
 const Contract kContract(R"(
-tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid, SymInt order=0) -> Tensor
+tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid,
+              SymInt order=0) -> Tensor result
   Sums over neighbours of tabulated functions, such as compressed embedding nets.
 
   Each kind of neighbour has M functions g_m, which are piecewise polynomials of degree 5. Outside
@@ -162,6 +160,7 @@ grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each 
         is no second part.
 order   0 to 2^40. The sums are over the derivative of g_m of this order.
 result  [n, 4, M]; like x.
+grad_result  [n, 4, M]; like x.
 vmap    joins n
 )",
                          kDerivatives);

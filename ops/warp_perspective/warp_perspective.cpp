@@ -52,7 +52,7 @@ void check_shape(const char* name, const Value& x, const char* what, const Value
 }
 
 // (image, warp, dsize, interpolation, border_mode, border_value, inverse_map, destination)
-void check(const Value* arguments, Value* result_shapes) {
+void check(Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[0], arguments[1]);
   const Value& dsize = arguments[2];
   const bool is_empty = dsize.length() == 0;
@@ -70,7 +70,7 @@ void check(const Value* arguments, Value* result_shapes) {
 }
 
 // (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, output_mask)
-void check_backward(const Value* arguments, Value*) {
+void check_backward(Value* arguments, Value*) {
   const Dimensions dims(arguments[1], arguments[2]);
   const Value& grad = arguments[0];
   check_border(arguments[5], dims.C);
@@ -80,7 +80,7 @@ void check_backward(const Value* arguments, Value*) {
 }
 
 // (pixels, warp, dsize, interpolation, border_mode, border_value, inverse_map, order_x, order_y)
-void check_slope(const Value* arguments, Value* result_shapes) {
+void check_slope(Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[0], arguments[1]);
   check_border(arguments[5], dims.C);
   check_size("dsize", arguments[2]);
@@ -89,7 +89,7 @@ void check_slope(const Value* arguments, Value* result_shapes) {
 }
 
 // (matrices, size, dsize, interpolation, border_mode, inverse_map)
-void check_sources(const Value* arguments, Value* result_shapes) {
+void check_sources(Value* arguments, Value* result_shapes) {
   const Value& dsize = arguments[2];
   check_size("size", arguments[1]);
   check_size("dsize", dsize);
@@ -106,7 +106,7 @@ const Check kChecksOfDerivatives[] = {{"_warp_perspective_backward", check_backw
 const Contract kContract(R"(
 warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolation="linear",
                  str border_mode="constant", float[1]? border_value=None, bool inverse_map=False,
-                 Tensor? destination=None) -> Tensor
+                 Tensor? destination=None) -> Tensor result
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
   The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,

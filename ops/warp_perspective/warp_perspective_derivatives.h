@@ -414,16 +414,13 @@ inline void sources_jvp(const Value*, const Value*, Value*) {}
 
 }  // namespace warp_derivatives
 
-const Derivative kDerivativesOfWarp[] = {{"warp_perspective", warp_derivatives::vjp,
-                                          warp_derivatives::jvp, "destination", Derivative::kNone}};
+const Derivative kDerivativesOfWarp[] = {
+    {"warp_perspective", warp_derivatives::vjp, warp_derivatives::jvp, "destination"}};
 
 const Derivative kDerivativesOfDerivatives[] = {
-    {"_warp_perspective_backward", warp_derivatives::backward_vjp, warp_derivatives::backward_jvp,
-     nullptr, Derivative::kNone},
-    {"_warp_perspective_slope", warp_derivatives::slope_vjp, warp_derivatives::slope_jvp, nullptr,
-     Derivative::kNone},
-    {"_warp_perspective_sources", warp_derivatives::sources_vjp, warp_derivatives::sources_jvp,
-     nullptr, Derivative::kNone},
+    {"_warp_perspective_backward", warp_derivatives::backward_vjp, warp_derivatives::backward_jvp},
+    {"_warp_perspective_slope", warp_derivatives::slope_vjp, warp_derivatives::slope_jvp},
+    {"_warp_perspective_sources", warp_derivatives::sources_vjp, warp_derivatives::sources_jvp},
 };
 
 }  // namespace calcops::ops::warp_perspective

@@ -30,7 +30,7 @@ const Derivative kPairDerivatives[] = {
      }}};
 
 const Contract kPairEnergy(R"(
-pair_energy(Tensor r, float epsilon, float sigma=1.0, SymInt order=0) -> Tensor
+pair_energy(Tensor r, float epsilon, float sigma=1.0, SymInt order=0) -> Tensor energy
   Lennard-Jones energy of each pair, or its derivative of any order.
 r        [N]; float32 or float64. Distance.
 epsilon  Depth of the well.
@@ -55,17 +55,34 @@ void pair_energy(View<const Real, 1> r, double epsilon, double sigma, int64_t or
 }
 const Kernel kPairEnergyCpu("pair_energy", pair_energy<float>, pair_energy<double>);
 
-// ---- a gather, with all derivatives -------------------------------------------------------------
+// ---- a gather, whose derivatives call a second operator -----------------------------------------
+
+const Derivative kGatherDerivatives[] = {
+    {"gather_rows",
+     [](const Value* arguments, const Value* upstream, Value* gradients) {
+       gradients[0] = Value::call("_gather_rows_backward", upstream[0], arguments[0], arguments[1]);
+     },
+     [](const Value* arguments, const Value* tangents, Value* results) {
+       results[0] = Value::call("gather_rows", tangents[0], arguments[1]);
+     }},
+    {"_gather_rows_backward",
+     [](const Value* arguments, const Value* upstream, Value* gradients) {
+       gradients[0] = Value::call("gather_rows", upstream[0], arguments[2]);
+     },
+     [](const Value* arguments, const Value* tangents, Value* results) {
+       if (!tangents[0].is_none())
+         results[0] = Value::call("_gather_rows_backward", tangents[0], arguments[1], arguments[2]);
+     }}};
 
 const Contract kGather(R"(
-gather_rows(Tensor x, Tensor index) -> Tensor
-_gather_rows_backward(Tensor? grad_rows, Tensor x, Tensor index,
-                      bool[1] output_mask=[True]) -> Tensor
-x       [N, C]; float32 or float64.
-index   [M]; int32 or int64; entries 0 <= i < N at row.
-rows    [M, C]; like x.
-linear  rows(x)
-)");
+gather_rows(Tensor x, Tensor index) -> Tensor rows
+_gather_rows_backward(Tensor grad_rows, Tensor x, Tensor index) -> Tensor x
+x          [N, C]; float32 or float64.
+index      [M]; int32 or int64; entries 0 <= i < N at row.
+rows       [M, C]; like x.
+grad_rows  [M, C]; like x.
+)",
+                       kGatherDerivatives);
 
 template <class Real, class Index>
 void gather_rows(View<const Real, 2> x, View<const Index, 1> index, View<Real, 2> rows) {
@@ -127,7 +144,7 @@ const Kernel kTotalCpu("weighted_total", weighted_total);
 // ---- a sort by key, a histogram, strides, a string ----------------------------------------------
 
 const Contract kOrder(R"(
-order(Tensor key) -> Tensor
+order(Tensor key) -> Tensor place
 key    [N]; int32 or int64.
 place  [N]; int64.
 )");
@@ -141,7 +158,7 @@ void order(View<const Key, 1> key, View<int64_t, 1> place) {
 const Kernel kOrderCpu("order", order<int32_t>, order<int64_t>);
 
 const Contract kHistogram(R"(
-histogram(Tensor bin, SymInt bins) -> Tensor
+histogram(Tensor bin, SymInt bins) -> Tensor count
 bin    [N]; int64; entries 0 <= b < bins at item.
 bins   0 to 2^40.
 count  [bins]; int64.
@@ -154,7 +171,7 @@ void histogram(View<const int64_t, 1> bin, int64_t bins, View<int64_t, 1> count)
 const Kernel kHistogramCpu("histogram", histogram);
 
 const Contract kTrace(R"(
-diagonal_sum(Tensor x, str how="sum") -> Tensor
+diagonal_sum(Tensor x, str how="sum") -> Tensor value
 x      [N, N]; float64. With any strides.
 how    "sum" or "mean".
 value  []; like x.
@@ -175,7 +192,7 @@ const Derivative kScaledDerivatives[] = {
      }}};
 
 // The part has the size `size`, or that of the image.
-void check_scaled(const Value* arguments, Value* result_shapes) {
+void check_scaled(Value* arguments, Value* result_shapes) {
   const Value &image = arguments[0], &size = arguments[2];
   if (image.dim() < 2 || image.dim() > 3)
     calcops::refuse("contracts::scaled", "image", "of shape [C, H, W] or [H, W]", image.shape());
@@ -191,7 +208,7 @@ void check_scaled(const Value* arguments, Value* result_shapes) {
 const calcops::Check kScaledChecks[] = {{"scaled", check_scaled}};
 
 const Contract kScaled(R"(
-scaled(Tensor image, Tensor gain, SymInt[2] size=[], str mode="plain") -> Tensor
+scaled(Tensor image, Tensor gain, SymInt[2] size=[], str mode="plain") -> Tensor part
   The upper left part of an image times a gain, with zeros where there is no image.
 image   [...]; uint8, float16, float32 or float64. Of shape [C, H, W] or [H, W].
 gain    []; like image.
@@ -220,7 +237,7 @@ const Kernel kScaledCpu("scaled", scaled<uint8_t>, scaled<float>, scaled<double>
 // ---- rows that depend on one another ------------------------------------------------------------
 
 const Contract kRunning(R"(
-running_sum(Tensor x) -> Tensor
+running_sum(Tensor x) -> Tensor total
 x      [N]; float64.
 total  [N]; like x.
 )");
@@ -233,7 +250,7 @@ const Kernel kRunningCpu("running_sum", running_sum);
 // ---- entries that vmap shifts -------------------------------------------------------------------
 
 const Contract kLookUp(R"(
-looked_up(Tensor table, Tensor index) -> Tensor
+looked_up(Tensor table, Tensor index) -> Tensor rows
 table  [M, C]; float64.
 index  [N, K]; int64; entries -1 or 0 <= j < M at row, slot.
 rows   [N, K, C]; like table.
@@ -249,7 +266,7 @@ const Kernel kLookUpCpu("looked_up", looked_up);
 
 // Entries of small dtypes, and limits of one item's size.
 const Contract kNext(R"(
-next_row(Tensor next, Tensor? second=None, bool wrong=False) -> Tensor
+next_row(Tensor next, Tensor? second=None, bool wrong=False) -> Tensor back
 next    [N]; uint8 or int32; entries 0 <= j < N at row; N >= 2; N <= 200.
 second  [N]; like next; entries 0 <= j < N at row.
 wrong   Whether the kernel reports a position behind the entries of `next`.
@@ -271,7 +288,7 @@ const Kernel kNextCpu("next_row", next_row<uint8_t>, next_row<int32_t>);
 
 // Seven dimensions in two shapes.
 const Contract kSeven(R"(
-total(Tensor x) -> Tensor
+total(Tensor x) -> Tensor sum
 x    [A, B, C, D, E, F, G] or [A, B, C, D, E, F, G, 1]; float64.
 sum  []; like x.
 )");
@@ -281,9 +298,19 @@ void total(View<const double, 7> x, View<double, 0> sum) {
 }
 const Kernel kTotalOfSevenCpu("total", total);
 
+// Two shapes with different numbers of elements.
+const Contract kUnequal(R"(
+unequal(Tensor x) -> Tensor y
+x  [N, 3] or [N]; float64.
+y  [N]; like x.
+)");
+
+void unequal(View<const double, 2>, View<double, 1>) {}
+const Kernel kUnequalCpu("unequal", unequal);
+
 // Two shapes of one rank. A size sets which one it is.
 const Contract kLeading(R"(
-leading(Tensor x) -> Tensor
+leading(Tensor x) -> Tensor first
 x      [A, B, 4] or [4, A, B]; float64.
 first  [A]; like x.
 )");
@@ -296,9 +323,9 @@ const Kernel kLeadingCpu("leading", leading);
 // ---- checks that set a wrong shape --------------------------------------------------------------
 
 const calcops::Check kWrongChecks[] = {
-    {"unset", [](const Value*, Value*) {}},
-    {"number", [](const Value*, Value* shapes) { shapes[0] = 5; }},
-    {"needless", [](const Value*, Value* shapes) { shapes[0] = Value::list(7); }}};
+    {"unset", [](Value*, Value*) {}},
+    {"number", [](Value*, Value* shapes) { shapes[0] = 5; }},
+    {"needless", [](Value*, Value* shapes) { shapes[0] = Value::list(7); }}};
 
 const Contract kWrong(R"(
 unset(Tensor x) -> Tensor any
@@ -312,99 +339,61 @@ own  [N]; like x.
 const Kernel kUnsetCpu("unset", running_sum), kNumberCpu("number", running_sum);
 const Kernel kNeedlessCpu("needless", running_sum);
 
-// ---- an operator of a short name ----------------------------------------------------------------
+// ---- derivatives: an operator of a short name, two results, a constant --------------------------
+
+const Derivative kShortDerivatives[] = {
+    {"f", [](const Value*, const Value* upstream, Value* gradients) {
+       gradients[0] = Value::call("f", upstream[0]);
+     }}};
 
 const Contract kShort(R"(
-f(Tensor x) -> Tensor
-_f_backward(Tensor grad_y, Tensor x, bool[1] output_mask=[True]) -> Tensor
+f(Tensor x) -> Tensor y
 x  [N]; float64.
 y  [N]; like x.
-linear  y(x)
-)");
+)",
+                      kShortDerivatives);
 
 void f(View<const double, 1> x, View<double, 1> y) {
   for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = 2 * x(i);
 }
-void f_backward(View<const double, 1> grad_y, View<const double, 1>, View<double, 1> grad_x) {
-  f(grad_y, grad_x);
-}
 const Kernel kShortCpu("f", f);
-const Kernel kShortBackwardCpu("_f_backward", f_backward);
 
-// ---- derivatives: two results, an argument that no term covers, a constant ----------------------
+// The gradient of an optional tensor, which output_mask selects, and a call with a tangent that may
+// be zero.
+const Derivative kMaskedDerivatives[] = {
+    {"halved",
+     [](const Value* arguments, const Value* upstream, Value* gradients) {
+       const Value wanted = Value::list(gradients[0].is_wanted(), gradients[1].is_wanted());
+       const Value all =
+           Value::call("_halved_backward", upstream[0], arguments[0], arguments[1], wanted);
+       for (int i = 0; i < 2; ++i)
+         if (gradients[i].is_wanted()) gradients[i] = all[i];
+     },
+     [](const Value*, const Value* tangents, Value* results) {
+       results[0] = Value::call("halved", tangents[0], tangents[1]);
+     }}};
 
-// y = x w, z = 2 w, with y scaled by a tensor that has no derivative.
-const Contract kPair(R"(
-products(Tensor x, Tensor w, Tensor scale) -> (Tensor y, Tensor z)
-_products_backward(Tensor? grad_y, Tensor? grad_z, Tensor? x, Tensor? w, Tensor scale,
-                   bool[2] output_mask=[True, True]) -> (Tensor w, Tensor x)
-x       [N]; like scale.
-w       [N]; like scale.
-scale   [N]; float32 or float64.
-y       [N]; like scale.
-z       [N]; like scale.
-linear  z(w) + y(w, x)
-)");
-
-template <class Real>
-void products(View<const Real, 1> x, View<const Real, 1> w, View<const Real, 1> scale,
-              View<Real, 1> y, View<Real, 1> z) {
-  for (int64_t i = 0; i < scale.shape[0]; ++i) {
-    if (y) y(i) = x(i) * w(i) * scale(i);
-    if (z) z(i) = 2 * w(i);
-  }
-}
-
-template <class Real>
-void products_backward(View<const Real, 1> grad_y, View<const Real, 1> grad_z,
-                       View<const Real, 1> x, View<const Real, 1> w, View<const Real, 1> scale,
-                       View<Real, 1> grad_w, View<Real, 1> grad_x) {
-  for (int64_t i = 0; i < scale.shape[0]; ++i) {
-    if (grad_x) grad_x(i) = grad_y ? grad_y(i) * w(i) * scale(i) : 0;
-    if (grad_w)
-      grad_w(i) = (grad_y ? grad_y(i) * x(i) * scale(i) : 0) + (grad_z ? 2 * grad_z(i) : 0);
-  }
-}
-const Kernel kProductsCpu("products", products<float>, products<double>);
-const Kernel kProductsBackwardCpu("_products_backward", products_backward<float>,
-                                  products_backward<double>);
-
-// y = x w, z = x w v, q = v w, whose gradients have no output_mask.
-const Contract kTerms(R"(
-terms(Tensor x, Tensor w, Tensor? v=None) -> (Tensor y, Tensor z, Tensor q)
-_terms_backward(Tensor? grad_y, Tensor? grad_z, Tensor? grad_q, Tensor x, Tensor w,
-                Tensor? v=None) -> (Tensor v, Tensor x, Tensor w)
+const Contract kMasked(R"(
+halved(Tensor x, Tensor? w=None) -> Tensor y
+_halved_backward(Tensor grad_y, Tensor x, Tensor? w, bool[2] output_mask) -> (Tensor x, Tensor w)
 x       [N]; float64.
 w       [N]; like x.
-v       [N]; like x.
 y       [N]; like x.
-z       [N]; like x.
-q       [N]; like x.
-linear  q(v, w) + y(x, w) + z(x, w, v)
-)");
+grad_y  [N]; like x.
+)",
+                       kMaskedDerivatives);
 
 using In = View<const double, 1>;
 using Out = View<double, 1>;
 
-void terms(In x, In w, In v, Out y, Out z, Out q) {
-  for (int64_t i = 0; i < x.shape[0]; ++i) {
-    if (y) y(i) = x(i) * w(i);
-    if (z) z(i) = x(i) * w(i) * v(i);
-    if (q) q(i) = v(i) * w(i);
-  }
+void halved(In x, In w, Out y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = (x(i) + (w ? w(i) : 0)) / 2;
 }
-
-void terms_backward(In grad_y, In grad_z, In grad_q, In x, In w, In v, Out grad_v, Out grad_x,
-                    Out grad_w) {
-  for (int64_t i = 0; i < x.shape[0]; ++i) {
-    const double along_y = grad_y ? grad_y(i) : 0, along_z = grad_z ? grad_z(i) : 0;
-    const double along_q = grad_q ? grad_q(i) : 0, v_i = v ? v(i) : 0;
-    if (grad_x) grad_x(i) = w(i) * (along_y + along_z * v_i);
-    if (grad_w) grad_w(i) = x(i) * (along_y + along_z * v_i) + along_q * v_i;
-    if (grad_v) grad_v(i) = w(i) * (along_z * x(i) + along_q);
-  }
+void halved_backward(In grad_y, In, In, Out grad_x, Out grad_w) {
+  for (const Out grad : {grad_x, grad_w})
+    for (int64_t i = 0; grad && i < grad_y.shape[0]; ++i) grad(i) = grad_y(i) / 2;
 }
-const Kernel kTermsCpu("terms", terms), kTermsBackwardCpu("_terms_backward", terms_backward);
+const Kernel kHalvedCpu("halved", halved), kHalvedBackwardCpu("_halved_backward", halved_backward);
 
 // The formulas use each upstream gradient and tangent without asking whether it is given.
 const Derivative kWavesDerivatives[] = {
@@ -444,7 +433,7 @@ const Derivative kNumberDerivatives[] = {
     {"negated", [](const Value*, const Value*, Value* gradients) { gradients[0] = 2; }}};
 
 const Contract kNegated(R"(
-negated(Tensor x) -> Tensor
+negated(Tensor x) -> Tensor y
 x  [N]; float64.
 y  [N]; like x.
 )",
@@ -458,12 +447,11 @@ const Kernel kNegatedCpu("negated", negated);
 // ---- numbers, small dtypes and products of sizes ------------------------------------------------
 
 const Contract kLimited(R"(
-limited(Tensor x, int k=2, int shift=0, float t=1.0, float most=2.0) -> Tensor
+limited(Tensor x, int shift=0, float t=1.0, float u=1.0) -> Tensor y
 x      [N]; float64; N >= 2; N <= 5.
-k      1, 2 or 4.
 shift  -5 to 5.
-t      > 0.5 and < most.
-most   Text alone.
+t      > 0.5.
+u      < 2.
 y      [N]; like x.
 )");
 
@@ -479,7 +467,7 @@ m      0 to 10^18.
 table  [n*m]; like x.
 )");
 
-void limited(View<const double, 1> x, int64_t, int64_t, double, double, View<double, 1> y) {
+void limited(View<const double, 1> x, int64_t, double, double, View<double, 1> y) {
   std::copy_n(x.data, x.shape[0], y.data);
 }
 

@@ -1,19 +1,12 @@
-// Reads the contracts of a file and prints "ok" or the error of each, for test_contract_text.py.
-// Contracts end with a line "----". Lines before a contract may name a composition ("composition
-// f") or register kernels of the table below ("kernel f name").
-#include <fstream>
-#include <iostream>
+// read(text) returns "ok" or the error of a contract, for test_contract_text.py. Lines before a
+// contract may name a composition ("composition f") or register kernels of the table below
+// ("kernel f name").
 #include <map>
 #include <sstream>
 
-#include "calcops/contract_proofs.h"
+#include "contract_proofs.h"
 
 using namespace calcops;
-
-namespace calcops {
-void add_kernel(const KernelEntry&) {}
-void add_contract(const ContractEntry&) {}
-}  // namespace calcops
 
 namespace {
 
@@ -57,7 +50,7 @@ const std::map<std::string, KernelEntry> kKernels = {
                  In, In, In, Out>()},
 };
 
-void read(std::istringstream& text) {
+void prove(std::istringstream text) {
   std::vector<std::string> composed;
   std::vector<std::pair<std::string, std::string>> kernels;
   std::string contract, line;
@@ -74,38 +67,20 @@ void read(std::istringstream& text) {
   }
   const contract::Proved proved =
       contract::Prover(contract::Reader(contract).read(), composed).proved();
-  std::map<std::string, std::vector<contract::Binding>> bindings;
-  std::vector<const contract::Signature*> owners;
   for (const contract::Signature& op : proved.operators)
     for (const auto& [name, kernel] : kernels)
-      if (op.schema.name == name)
-        bindings[name].push_back(contract::bind(proved.text, op, kKernels.at(kernel)));
-  if (kernels.empty()) return;
-  for (const contract::Signature& op : proved.operators)
-    if (bindings.count(op.schema.name)) owners.push_back(&op);
-  for (const contract::Signature& op : proved.operators) {
-    if (op.is_composition) continue;
-    contract::check_owner(proved.text, op, owners);
-    std::vector<const contract::Binding*> own;
-    for (const contract::Binding& binding : bindings[op.schema.name]) own.push_back(&binding);
-    if (!own.empty()) contract::check_types(proved.text, op, own);
+      if (op.schema.name == name) contract::bind(proved.text, op, kKernels.at(kernel));
+}
+
+std::string answer(std::string text) {
+  try {
+    prove(std::istringstream(text));
+    return "ok";
+  } catch (const std::exception& error) {
+    return error.what();
   }
 }
 
 }  // namespace
 
-int main(int, char** arguments) {
-  std::ifstream file(arguments[1]);
-  std::string all((std::istreambuf_iterator<char>(file)), {});
-  const std::string end = "\n----\n";
-  for (size_t from = 0, to; (to = all.find(end, from)) != std::string::npos; from = to + end.size())
-    try {
-      std::istringstream text(all.substr(from, to - from));
-      read(text);
-      std::cout << "ok\n";
-    } catch (const std::exception& error) {
-      std::string line = error.what();
-      std::replace(line.begin(), line.end(), '\n', ' ');
-      std::cout << line << "\n";
-    }
-}
+TORCH_LIBRARY(read_contracts, m) { m.def("read(str text) -> str", &answer); }

@@ -39,7 +39,7 @@ def test_each_dtype_calls_the_kernel_of_its_type(mine):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_linear_operator_has_derivatives_of_every_order(mine, dtype):
+def test_an_operator_and_its_backward_have_derivatives_of_every_order(mine, dtype):
     x = torch.randn(4, 3, requires_grad=True, **float64)
     index = torch.tensor([1, 1, 3], dtype=dtype)
 
@@ -185,13 +185,13 @@ def test_a_compiled_function_takes_sizes_as_symbols(mine):
 
 def test_help_shows_the_contract(mine):
     expected = """\
-contracts::gather_rows(Tensor x, Tensor index) -> Tensor
+contracts::gather_rows(Tensor x, Tensor index) -> Tensor rows
 
-x       [N, C]; float32 or float64.
-index   [M]; int32 or int64; entries 0 <= i < N at row.
+x          [N, C]; float32 or float64.
+index      [M]; int32 or int64; entries 0 <= i < N at row.
 
 Returns
-rows    [M, C]; like x."""
+rows       [M, C]; like x."""
     # The contract has no summary, which leaves an additional blank line.
     assert mine.gather_rows.__doc__.replace("\n\n\n", "\n\n") == expected
 
@@ -202,7 +202,7 @@ DOUBLED = """
 using namespace calcops;
 
 const Contract contract(R"(
-doubled(Tensor x) -> Tensor
+doubled(Tensor x) -> Tensor y
 x  [N]; float32 or float64.
 y  [N]; like x.
 )");
@@ -227,10 +227,10 @@ MISTAKES = {
         '"double", doubled<float>',
         "a kernel of wrong::double, which no contract names",
     ),
-    "a number type without a kernel": (
-        "doubled<float>, ",
-        "",
-        "no kernel of doubled for x float32",
+    "an operator without kernels": (
+        "doubled(Tensor x) -> Tensor y\n",
+        "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor z\nz  [N]; like x.\n",
+        "line 3: no kernel of halved",
     ),
     "two kernels of the same types": (
         "doubled<float>, ",
@@ -248,14 +248,14 @@ MISTAKES = {
         "a derivative of doubled names `z`, which is no argument",
     ),
     "a float as the default of an int": (
-        "doubled(Tensor x) -> Tensor\n",
-        "doubled(Tensor x, int k=.5) -> Tensor\nk  >= 0.\n",
-        "line 2: `doubled`: the default .5 of `k` is no int",
+        "doubled(Tensor x) -> Tensor y\n",
+        "doubled(Tensor x, int k=.5) -> Tensor y\nk  >= 0.\n",
+        "line 2: `doubled`: the default of `k` is no int",
     ),
     "two checks of an operator": (')");', ')", checks);', "two checks of doubled"),
     "an operator in two contracts": (
         "template <class Real>",
-        'const Contract again("doubled(Tensor x) -> Tensor\\nx [N]; float64.\\ny [N]; float64.");\n'
+        'const Contract again("doubled(Tensor x) -> Tensor y\\nx [N]; float64.\\ny [N]; float64.");\n'
         "template <class Real>",
         "doubled has another contract at",
     ),
@@ -267,7 +267,7 @@ MISTAKES = {
 }
 PARTS = """
 void vjp(const Value*, const Value*, Value*) {}
-void check(const Value*, Value*) {}
+void check(Value*, Value*) {}
 const Derivative derivatives[] = {{"halved", vjp}};
 const Derivative unused[] = {{"doubled", vjp, nullptr, "z"}};
 const Check checks[] = {{"doubled", check}, {"doubled", check}};

@@ -96,11 +96,10 @@ def test_a_check_that_sets_a_wrong_shape_is_an_error(mine, name, message, device
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(k=3), "`k` 1, 2 or 4, got 3"),
         (dict(shift=-6), "`shift` >= -5, got -6"),
         (dict(shift=6), "`shift` of at most 5, got 6"),
         (dict(t=0.5), "`t` > 0.5, got 0.5"),
-        (dict(t=2.0), "`t` < `most` = 2, got 2"),
+        (dict(u=2.0), "`u` < 2, got 2"),
         (dict(t=float("nan")), "`t` > 0.5, got nan"),
         (dict(x=torch.ones(1, **float64)), "`x` with N >= 2, got [1]"),
         (dict(x=torch.ones(6, **float64)), "`x` with N <= 5, got [6]"),
@@ -116,7 +115,7 @@ def test_bounds_are_checked(mine, arguments, message, device):
 
 def test_numbers_at_their_bounds_are_accepted(mine):
     x = torch.ones(5, **float64)
-    for arguments in (dict(k=1), dict(k=4), dict(shift=-5), dict(shift=5), dict(t=1.9)):
+    for arguments in (dict(shift=-5), dict(shift=5), dict(t=0.6), dict(u=1.9)):
         assert torch.equal(mine.limited(x, **arguments), x)
 
 
@@ -231,6 +230,13 @@ def test_another_shape_may_have_eight_dimensions(mine):
     torch.testing.assert_close(mine.total(x[..., None]), x.sum())
 
 
+def test_another_shape_of_fewer_numbers_never_reaches_the_kernel(mine):
+    with pytest.raises(
+        RuntimeError, match=r"shapes \[N, 3\] or \[N\] of `x` differ in their number"
+    ):
+        mine.unequal(torch.ones(6, **float64))
+
+
 @pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
 def test_vmap_over_no_items_gives_no_items(mine, name):
     x = torch.randn(0, 5, **float64, requires_grad=True)
@@ -263,40 +269,23 @@ def test_derivatives_call_an_operator_of_a_short_name(mine):
     assert torch.autograd.gradgradcheck(mine.f, x)
 
 
-def test_terms_and_gradients_are_matched_by_name(mine):
-    """`linear` names z before y, and the gradients' operator returns w before x."""
-    x, w = (torch.randn(4, **float64, requires_grad=True) for _ in range(2))
-    scale = torch.rand(4, **float64)
-
-    def products(x, w):
-        return mine.products(x, w, scale)
-
-    y, z = products(x, w)
-    assert torch.equal(y, x * w * scale)
-    assert torch.equal(z, 2 * w)
-    assert torch.autograd.gradcheck(products, (x, w), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(products, (x, w), check_fwd_over_rev=True)
+def test_the_gradient_of_an_optional_tensor_is_refused_where_it_is_absent(mine):
+    x, w = (torch.rand(4, **float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(mine.halved, (x, w))
+    assert torch.autograd.gradcheck(mine.halved, x)
+    backward = torch.ops.contracts._halved_backward
+    of_x, of_w = backward(x, x, None, [True, False])
+    assert torch.equal(of_x, x / 2)
+    assert of_w.shape == (0,)
+    with pytest.raises(RuntimeError, match="expected `w` where its gradient is wanted, got none"):
+        backward(x, x, None, [True, True])
 
 
-def test_gradients_without_a_mask_accept_absent_factors_and_upstream_gradients(mine):
-    x, w, v = (torch.randn(4, **float64, requires_grad=True) for _ in range(3))
-    options = dict(check_undefined_grad=True, check_batched_grad=True)
-    assert torch.autograd.gradcheck(mine.terms, (x, w, v), check_forward_ad=True, **options)
-    assert torch.autograd.gradgradcheck(mine.terms, (x, w, v), check_fwd_over_rev=True, **options)
-    assert torch.autograd.gradcheck(lambda x, w: mine.terms(x, w)[0], (x, w))
-    assert torch.autograd.gradgradcheck(lambda x, w: mine.terms(x, w)[0], (x, w))
-    assert [len(result) for result in mine.terms(x, w)] == [4, 0, 0]
-
-
-def test_an_argument_that_no_term_covers_has_no_derivative_in_any_mode(mine):
-    x, w, scale = (torch.rand(4, **float64, requires_grad=True) for _ in range(3))
-    message = r"products: expected `scale` that requires no gradient, got Double \[4\]"
-    with pytest.raises(RuntimeError, match=message):
-        mine.products(x, w, scale)[0].sum().backward()
-    torch.autograd.grad(mine.products(x, w, scale)[0].sum(), x)  # does not ask for it
-    x, w, scale = x.detach(), w.detach(), scale.detach()
-    with pytest.raises(RuntimeError, match="expected `scale` that has no tangent, got Double"):
-        jvp(lambda scale: mine.products(x, w, scale), (scale,), (scale,))
+def test_a_zero_tangent_in_a_call_is_an_error_and_never_an_absent_argument(mine):
+    x = torch.rand(4, **float64)
+    jvp(mine.halved, (x, x), (x, x))
+    with pytest.raises(RuntimeError, match="expected `w` of contracts::halved.*ask is_none()"):
+        jvp(lambda x: mine.halved(x, x.detach()), (x,), (x,))
 
 
 def test_a_constant_has_no_derivative_in_any_mode(mine):
@@ -309,7 +298,7 @@ def test_a_constant_has_no_derivative_in_any_mode(mine):
         jvp(lambda number: mine.waves(x, number, phase), (number,), (number,))
 
 
-def test_formulas_receive_zeros_for_gradients_and_tangents_that_are_zero(mine):
+def test_gradients_and_tangents_that_are_zero_are_added_and_multiplied(mine):
     x, phase = (torch.rand(4, **float64, requires_grad=True) for _ in range(2))
     number = torch.tensor(3.0, **float64)
     sine, cosine = mine.waves(x, number, phase)

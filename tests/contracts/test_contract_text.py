@@ -1,9 +1,6 @@
-"""A contract is read completely or refused. read_contracts.cpp reads all contracts of this
-file in one process, without PyTorch."""
+"""A contract is read completely or refused. read_contracts.cpp reads the contracts of this file."""
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,13 +8,11 @@ import pytest
 import calcops_jit
 
 ROOT = Path(calcops_jit.__file__).parent
-COMPILER = shutil.which("c++") or shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
 def contract(line="", n="", **lines):
     """Return a contract of f(Tensor x[, <n>]) -> Tensor y. `line` replaces that of x."""
-    schema = f"f(Tensor x{', ' + n if n else ''}) -> Tensor"
+    schema = f"f(Tensor x{', ' + n if n else ''}) -> Tensor y"
     return "\n".join([schema, f"x  {line or '[N]; float64.'}", *entries(lines), "y  [N]; like x."])
 
 
@@ -29,16 +24,6 @@ def tensors(schema, **lines):
     return "\n".join([schema, *entries(lines)])
 
 
-LINEAR = """f(Tensor x, Tensor w) -> (Tensor y, Tensor z)
-f_backward(Tensor? grad_y, Tensor? grad_z, Tensor x, Tensor w) -> (Tensor, Tensor)
-x  [N]; float32 or float64.
-w  [N]; like x.
-y  [N]; like x.
-z  [N]; like x.
-linear  """
-
-TERMS = " + ".join(f"n{i}" for i in range(12))
-NUMBERS = {"n": ", ".join(f"int n{i}" for i in range(12)), **{f"n{i}": ">= 0." for i in range(12)}}
 OPTIONAL = {
     f"an optional {kind} with a clause": (
         f"composition f\nf(Tensor x, {kind}? k) -> Tensor\nx  [N]; float64.\nk  {clause}.",
@@ -46,15 +31,13 @@ OPTIONAL = {
     )
     for kind, clause in [("int", ">= 0"), ("float", "> 0"), ("str", '"a" or "b"')]
 }
-COPY = "f(Tensor x) -> Tensor\nx  [N]; float64.\ny  [N]; like x."
+COPY = "f(Tensor x) -> Tensor y\nx  [N]; float64.\ny  [N]; like x."
 
 # Contracts that are right.
 RIGHT = {
     "a negative range": contract(n="int k", k="-5 to 5."),
-    "an open interval": contract(n="int k", k="> 0 and < 10."),
-    "a list of numbers": contract(n="int k", k="1, 2 or 3."),
-    "a decimal bound of a float": contract(n="float t", t="> 0.5 and <= 2."),
-    "a bound by another argument": contract(n="float a, float b", a=">= 0.", b="> a."),
+    "a decimal bound of a float": contract(n="float t", t="> 0.5."),
+    "a small bound": contract(n="float t", t="> 0.0015."),
     "a power": contract(n="int k", k="0 to 10^6."),
     "strings with commas, full stops and semicolons": contract(
         n="str s", s='"a, b", "c; d" or "e. f". Text.'
@@ -64,45 +47,33 @@ RIGHT = {
     "another shape of as many numbers": contract("[N] or [N, 1]; float64."),
     "a sum that sets one size": contract("[N + 1]; float64."),
     "a size that comes later": tensors(
-        "f(Tensor x, int n) -> Tensor", x="[n, 2n + 1]; float64.", n=">= 0.", y="[n]; like x."
+        "f(Tensor x, int n) -> Tensor y", x="[n, 2n + 1]; float64.", n=">= 0.", y="[n]; like x."
     ),
     "like a later line": tensors(
-        "f(Tensor x, Tensor z) -> Tensor", x="[N]; like z.", z="[N]; float32.", y="[N]; like x."
+        "f(Tensor x, Tensor z) -> Tensor y", x="[N]; like z.", z="[N]; float32.", y="[N]; like x."
     ),
     "entries before the shape": contract("entries 0 <= j < N at row; [N]; int64."),
     "text only": contract(n="float t", t="Not a clause. Like this."),
     "no full stop": contract("[N]; float64"),
-    "a schema of many lines": "f(Tensor\n  x)\n  -> Tensor\nx [N]; float64.\ny [N]; like x.",
-    "two terms": LINEAR + "y(x) + z(x, w)",
+    "a schema of many lines": "f(Tensor\n  x)\n  -> Tensor y\nx [N]; float64.\ny [N]; like x.",
     "a result of which only the gradient is given": tensors(
-        "f_backward(Tensor grad_y, Tensor x) -> Tensor x", x="[N]; float64.", y="[N]; like x."
-    ),
-    "terms in any order": LINEAR + "z(w, x) + y(x)",
-    "shapes of many products": contract(
-        f"[{TERMS}, {TERMS}, {TERMS}] or [{TERMS}, {TERMS}, {TERMS}, 1]; float64.", **NUMBERS
-    ).replace("y  [N]", "y  [n0]"),
-    "a shape with a number before one without it": tensors(
-        "f(Tensor x, Tensor z) -> Tensor",
-        x="[N, K]; float64.",
-        z="[N*K, 1] or [N, K]; like x.",
-        y="[N]; like x.",
+        "f_backward(Tensor grad_y, Tensor x) -> Tensor x", x="[N]; float64.", grad_y="[N]; like x."
     ),
     "optional numbers of a composition": "composition f\n"
     "f(Tensor x, int? a, str? b) -> Tensor\nx  [N]; float64.\na  Text.\nb  Text.",
-    "a small bound": contract(n="float t", t="> 1e-3 and <= 1.5e+2."),
-    "two bounds of one number": contract(n="int k", k=">= 3 and <= 3."),
-    "a range of two adjacent integers": contract(n="int k", k="> 2^62 and < 4611686018427387906."),
-    "a lower limit of a difference of sizes": contract("[N, M]; float64; N - M < 0."),
+    "vmap with an optional tensor that cannot be joined": tensors(
+        "f(Tensor x, Tensor? z=None) -> Tensor y",
+        x="[N, M]; float64.",
+        z="[N + M]; like x.",
+        y="[N]; like x.",
+        vmap="joins N",
+    ),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
 }
 
 # Contracts that are wrong, and what their errors say.
 WRONG = OPTIONAL | {
     # silently misread before
-    "a list of numbers for a float": (
-        contract(n="float t", t="1, 2 or 3."),
-        "a list of numbers is for an int",
-    ),
     "entries at dimensions of any shape": (
         tensors(
             "f(Tensor x, Tensor e) -> Tensor y",
@@ -128,19 +99,6 @@ WRONG = OPTIONAL | {
         contract("[N]; float64. constant."),
         "text begins with a capital letter, got `constant.`",
     ),
-    "a number of the forward operator that the backward one lacks": (
-        LINEAR.replace("f(Tensor x, Tensor w)", "f(Tensor x, Tensor w, int k=1)")
-        + "y(x, w) + z(x)\nk  >= 0.",
-        "it has no `k`",
-    ),
-    "a default in the place of a value of the caller": (
-        LINEAR.replace(
-            "Tensor x, Tensor w) -> (Tensor, Tensor)",
-            "Tensor x, Tensor w, int k=1) -> (Tensor, Tensor)",
-        )
-        + "y(x, w) + z(x)\nk  >= 0.",
-        "it has no `k`",
-    ),
     # numbers
     "a power that is too large": (
         contract(n="int k", k="0 to 2^64."),
@@ -151,35 +109,19 @@ WRONG = OPTIONAL | {
         contract(n="int k", k="0 to 99999999999999999999."),
         "a number is too large",
     ),
-    "two powers": (
-        contract(n="int k", k="0 to 2^3^4."),
-        "expected one power, got `^` in `0 to 2^3^4`",
+    "two powers": (contract(n="int k", k="0 to 2^3^4."), "got `^` in `0 to 2^3^4`"),
+    "an empty range": (
+        contract(n="int k", k="5 to 2."),
+        "expected the lower number first in `5 to 2`",
     ),
-    "an empty range": (contract(n="int k", k="5 to 2."), "the lower one first in `5 to 2`"),
     "a decimal bound of an integer": (
         contract(n="int k", k="> 0.5."),
         "expected integers, got 0.5",
     ),
-    "a power of a word": (contract(n="int k", k="0 to five."), "expected two numbers"),
-    "a default outside the bounds": (
-        contract(n="int k=7", k="0 to 5."),
-        "refuses its own default 7",
-    ),
-    "a default that is no choice": (
-        contract(n='str s="c"', s='"a" or "b".'),
-        "refuses its own default",
-    ),
-    "a default of a float outside the bounds": (
-        contract(n="float t=-1.0", t="> 0."),
-        "refuses its own default -1.0",
-    ),
-    "a default of a float at an open bound": (
-        contract(n="float t=1", t="> 0 and < 1."),
-        "refuses its own default 1",
-    ),
+    "a power of a word": (contract(n="int k", k="0 to five."), "expected a number, got `five`"),
     "a value where absent": (
         contract(n="int k", k="0 to 5; 1 where absent."),
-        "expected `to`, or another number, got `where`",
+        "expected `to`, got `where`",
     ),
     "entries that are 0 where absent": (
         tensors(
@@ -190,40 +132,16 @@ WRONG = OPTIONAL | {
         ),
         "got `where` in `0 where absent`",
     ),
-    "bounds between which no integer lies": (
-        contract(n="int k", k="> 3 and < 4."),
-        "no number lies between the bounds 3 and 4",
-    ),
-    "bounds between which no float lies": (
-        contract(n="float t", t="> 0.5 and <= 0.5."),
-        "no number lies between the bounds 0.5 and 0.5",
-    ),
-    "limits between which no size lies": (
-        contract("[N]; float64; N >= 5; N < 5."),
-        "no number lies between the bounds 5 and 5",
-    ),
-    "a limit below 0": (
-        contract("[N]; float64; N < 0."),
-        "no number lies between the bounds 0 and 0",
-    ),
-    "an exponent without digits": (
-        contract(n="float t", t="> 1e-."),
-        "expected an exponent such as e-3",
-    ),
-    "a float that is too large": (contract(n="float t", t="< 1e999."), "a number is too large"),
+    "an exponent without digits": (contract(n="float t", t="> 1e-."), "got `e` in `> 1e-`"),
+    "a float that is too large": (contract(n="float t", t="< 1e999."), "got `e999`"),
     "a power of ten in the form of floats for an integer": (
         contract(n="int k", k="0 to 1e6."),
-        "expected integers, got 1e6",
-    ),
-    "a bound by an unknown argument": (contract(n="float b", b="> a."), "f has no number `a`"),
-    "a bound by a number of another type": (
-        contract(n="int a, float b", a=">= 0.", b="> a."),
-        "a number of another type",
+        "got `e6`",
     ),
     # what a line cannot mean
     "one of some strings": (
         contract(n="str s", s='one of "a" or "b".'),
-        'legal: [N, 3] | 0 to 2^40 | > 0 | 1, 2 or 3 | "a" or "b"',
+        'legal: [N, 3] | 0 to 2^40 | > 0 | "a" or "b"',
     ),
     "one of some numbers": (
         contract(n="int k", k="one of 1, 2 or 3."),
@@ -250,7 +168,7 @@ WRONG = OPTIONAL | {
     ),
     "a limit the wrong way round": (
         contract("[N]; float64; 1 <= N."),
-        "expected sizes and then an integer, as in N >= 1",
+        "expected a number, got `N` in `1 <= N`",
     ),
     "entries from 1": (
         contract("[N]; int64; entries 1 <= j < N at row."),
@@ -306,13 +224,13 @@ WRONG = OPTIONAL | {
     "a list for a number": (contract(n="int k", k="(h, w)."), "got `(` in `(h, w)`"),
     "a number that a name follows": (
         contract("[N]; float64; N < 2^40N."),
-        "expected a space behind a number",
+        "got `N` in `N < 2^40N`",
     ),
     "a decimal point without digits": (
         contract(n="float t", t="> 0. and < 1."),
         "text begins with a capital letter, got `and < 1.`",
     ),
-    "a single number": (contract(n="int k", k="5."), "expected `to`, or another number"),
+    "a single number": (contract(n="int k", k="5."), "expected `to`"),
     "a formula for text": (contract(n="int k", k="N > 0."), "text that is no formula"),
     "a limit with a unit": (
         contract("[N]; float64; N < 5 rows."),
@@ -336,7 +254,7 @@ WRONG = OPTIONAL | {
     ),
     "a type with a stray bracket": (
         contract(n="str] s", s='"a" or "b".'),
-        "expected the name of an argument, got `]`",
+        "expected ident but found",
     ),
     # lines
     "a line that nothing uses": (
@@ -344,7 +262,7 @@ WRONG = OPTIONAL | {
         "expected a clause, or text that begins with a capital letter, got `y`",
     ),
     "a tensor that nothing uses": (
-        COPY.replace("-> Tensor", "-> Tensor y") + "\nz  [N]; float64.",
+        COPY.replace("-> Tensor y", "-> Tensor y") + "\nz  [N]; float64.",
         "line 4: `z` is no argument and no result of an operator",
     ),
     "an argument without a line": (contract(n="int k"), "no line describes its argument `k`"),
@@ -352,52 +270,15 @@ WRONG = OPTIONAL | {
         "f(Tensor x) -> Tensor z\nx  [N]; float64.",
         "no line describes its result `z`",
     ),
-    "an unnamed result without a line": (
-        "f(Tensor x) -> Tensor\nx  [N]; float64.",
-        "0 lines for 1 unnamed results; name them, as in -> Tensor y",
-    ),
-    "unnamed results that may have two lines": (
-        COPY.replace("-> Tensor", "-> Tensor\ng(Tensor x) -> (Tensor y, Tensor z)")
-        + "\nz  [N, N]; float64.",
-        "`f`: 2 lines for 1 unnamed results",
-    ),
-    "a duplicate schema": ("f(Tensor x) -> Tensor\n" + COPY, "line 2: a second schema of f"),
+    "a result without a name": (COPY.replace("Tensor y", "Tensor"), "its results have names"),
+    "a duplicate schema": ("f(Tensor x) -> Tensor y\n" + COPY, "line 2: a second schema of f"),
     "a duplicate line": (COPY + "\nx  [N]; float64.", "a second line for x"),
     "two lines vmap": (COPY + "\nvmap  joins N\nvmap  joins N", "a second line `vmap`"),
-    "an unknown origin": (
-        tensors(
-            "f(Tensor x, Tensor? o) -> Tensor",
-            x="[N]; float64.",
-            o="[N]; int32; from order(x).",
-            y="[N]; like x.",
-        ),
-        "no operator of this contract is named order",
-    ),
-    "an origin with other arguments": (
-        tensors(
-            "f(Tensor x, Tensor? o) -> Tensor y\norder(Tensor x, int k) -> Tensor p",
-            x="[N]; float64.",
-            k=">= 0.",
-            p="[N]; int32.",
-            o="[N]; int32; from order(x).",
-            y="[N]; like x.",
-        ),
-        "order must have exactly these arguments",
-    ),
-    "an origin of itself": (
-        tensors(
-            "f(Tensor x, Tensor? o) -> Tensor y\norder(Tensor x, Tensor? o) -> Tensor y",
-            x="[N]; float64.",
-            o="[N]; int32; from order(x, o).",
-            y="[N]; like x.",
-        ),
-        "must have exactly these arguments",
-    ),
     "no schema": ("x  [N]; float64.", "expected a schema"),
     "an indented line": ("  x  [N]; float64.", "at the line's beginning"),
     "more than 24 lines": (
         tensors(
-            f"f({', '.join(f'Tensor x{i}' for i in range(30))}) -> Tensor",
+            f"f({', '.join(f'Tensor x{i}' for i in range(30))}) -> Tensor y",
             **{f"x{i}": "[N]; float64." for i in range(30)},
         ),
         "line 26: `x24`: more than 24 lines",
@@ -409,12 +290,15 @@ WRONG = OPTIONAL | {
     # dtypes
     "like itself": (contract("[N]; like x."), "`like x` leads back to itself"),
     "two lines like each other": (
-        tensors("f(Tensor x) -> Tensor", x="[N]; like y.", y="[N]; like x."),
+        tensors("f(Tensor x) -> Tensor y", x="[N]; like y.", y="[N]; like x."),
         "leads back to itself",
     ),
     "a circle of three": (
         tensors(
-            "f(Tensor x, Tensor z) -> Tensor", x="[N]; like y.", z="[N]; like x.", y="[N]; like z."
+            "f(Tensor x, Tensor z) -> Tensor y",
+            x="[N]; like y.",
+            z="[N]; like x.",
+            y="[N]; like z.",
         ),
         "leads back to itself",
     ),
@@ -423,7 +307,7 @@ WRONG = OPTIONAL | {
     "no dtype": (contract("[N]."), "expected its dtype"),
     "a dtype that only an optional tensor has": (
         tensors(
-            "f(Tensor k, Tensor? x) -> Tensor",
+            "f(Tensor k, Tensor? x) -> Tensor y",
             k="[N]; int32.",
             x="[N]; float32 or float64.",
             y="[N]; like x.",
@@ -459,12 +343,12 @@ WRONG = OPTIONAL | {
     "a size that a multiple cannot set": (contract("[2N]; float64."), "cannot determine N"),
     "two sizes in a sum": (contract("[N + M]; float64."), "cannot determine N, M"),
     "a size of no argument": (
-        tensors("f(Tensor x) -> Tensor", x="[N]; float64.", y="[M]; like x."),
+        tensors("f(Tensor x) -> Tensor y", x="[N]; float64.", y="[M]; like x."),
         "no argument that is always given has the size M in f",
     ),
     "a size of an optional tensor": (
         tensors(
-            "f(Tensor x, Tensor? z) -> Tensor",
+            "f(Tensor x, Tensor? z) -> Tensor y",
             x="[N]; float64.",
             z="[M]; like x.",
             y="[M]; like x.",
@@ -482,7 +366,7 @@ WRONG = OPTIONAL | {
     ),
     "a size of a later line": (
         tensors(
-            "f(Tensor x, Tensor z) -> Tensor",
+            "f(Tensor x, Tensor z) -> Tensor y",
             x="[N + M]; float64.",
             z="[M]; like x.",
             y="[N]; like x.",
@@ -495,34 +379,20 @@ WRONG = OPTIONAL | {
     ),
     "a limit of an unknown size": (contract("[N]; float64; N*M < 2^40."), "has the size M"),
     "a size without a lower limit": (
-        tensors("f(Tensor x, int n) -> Tensor", x="[n]; float64.", n="< 5.", y="[n]; like x."),
+        tensors("f(Tensor x, int n) -> Tensor y", x="[n]; float64.", n="< 5.", y="[n]; like x."),
         "a size has a lower limit",
     ),
     "a size that is an unbounded number": (
-        tensors("f(Tensor x, int n) -> Tensor", x="[n]; float64.", n="Text.", y="[n]; like x."),
+        tensors("f(Tensor x, int n) -> Tensor y", x="[n]; float64.", n="Text.", y="[n]; like x."),
         "a size has a lower limit",
     ),
-    "another shape of fewer numbers": (
-        contract("[N, 3] or [N]; float64."),
-        "must have as many elements as the first",
-    ),
     "another shape of another size": (contract("[N, 3] or [M]; float64."), "lacks N"),
-    "a shape without a number before one with a number": (
-        tensors(
-            "f(Tensor x, Tensor z) -> Tensor",
-            x="[N, K]; float64.",
-            z="[N, K] or [N*K, 1]; like x.",
-            y="[N]; like x.",
-        ),
-        "cannot be told apart",
-    ),
     "more than 8 dimensions": (
         contract("[N] or [N, 1, 1, 1, 1, 1, 1, 1, 1]; float64."),
         "more than 8 dimensions",
     ),
-    "two shapes of one rank": (contract("[N, M] or [M, N]; float64."), "cannot be told apart"),
     "a result of two shapes": (
-        tensors("f(Tensor x) -> Tensor", x="[N]; float64.", y="[N] or [N, 1]; like x."),
+        tensors("f(Tensor x) -> Tensor y", x="[N]; float64.", y="[N] or [N, 1]; like x."),
         "a result has one shape",
     ),
     "a product of sizes that is too large": (
@@ -531,7 +401,7 @@ WRONG = OPTIONAL | {
     ),
     "a dimension that may be 1": (contract("[N or 1]; float64."), "expected `]`, got `or`"),
     "a size that is a float": (
-        tensors("f(Tensor x, float n) -> Tensor", x="[n]; float64.", n="> 0.", y="[n]; like x."),
+        tensors("f(Tensor x, float n) -> Tensor y", x="[n]; float64.", n="> 0.", y="[n]; like x."),
         "it is no integer, and a shape names it",
     ),
     # schemas
@@ -549,91 +419,53 @@ WRONG = OPTIONAL | {
     "an argument twice": (contract(n="Tensor x"), "two arguments `x`"),
     "no results": ("f(Tensor x)\nx  [N]; float64.", "expected `-> ` and the results"),
     "no tensor": (
-        "f(int n) -> Tensor\nn  >= 0.\ny  [n]; float64.",
+        "f(int n) -> Tensor y\nn  >= 0.\ny  [n]; float64.",
         "a kernel has a tensor as an argument",
     ),
     "only optional tensors": (
-        tensors("f(Tensor? x) -> Tensor", x="[N]; float64.", y="[]; float64."),
+        tensors("f(Tensor? x) -> Tensor y", x="[N]; float64.", y="[]; float64."),
         "one tensor is always given",
     ),
     # derivatives
-    "a result without a term": (LINEAR + "y(x, w)", "the result `z` has no term"),
-    "a result with two terms": (LINEAR + "y(x) + y(w) + z(x)", "`y` has two terms"),
-    "a factor twice": (LINEAR + "y(x, x) + z(w)", "not linear in `x`, which it has twice"),
-    "an unknown factor": (LINEAR + "y(v) + z(x, w)", "`v` is no tensor argument of f"),
-    "an unknown result in a term": (LINEAR + "v(x) + y(x) + z(w)", "f has no result `v`"),
-    "a sum without an end": (LINEAR + "y(x) + z(x, w) +", "expected a result, as in y(x, w)"),
-    "no operator for the gradients": (
-        COPY + "\nlinear  y(x)",
-        "expected an operator whose name ends in _backward",
-    ),
-    "a factor without a gradient": (
-        LINEAR.replace("-> (Tensor, Tensor)", "-> Tensor x") + "y(x) + z(x, w)",
-        "has no gradient for `w`",
-    ),
-    "an upstream gradient that is missing": (
-        LINEAR.replace("Tensor? grad_z, ", "") + "y(x) + z(x, w)",
-        "f_backward has no grad_z",
-    ),
-    "an upstream gradient that is always given beside other results": (
-        LINEAR.replace("Tensor? grad_z, ", "Tensor grad_z, ") + "y(x) + z(x, w)",
-        "beside other results, `z` may have no gradient: Tensor? grad_z",
-    ),
-    "an optional argument that the gradients need": (
-        LINEAR.replace("f(Tensor x, Tensor w)", "f(Tensor x, Tensor? w)") + "y(x) + z(x, w)",
-        "`w` may be absent, and its derivatives call f_backward, where it may not",
-    ),
-    "an argument that the gradients need": (
-        LINEAR.replace(
-            "Tensor x, Tensor w) -> (Tensor, Tensor)",
-            "Tensor x, Tensor w, int k) -> (Tensor, Tensor)",
-        ).replace("linear", "k  >= 0.\nlinear")
-        + "y(x) + z(x, w)",
-        "it has no `k`",
-    ),
-    "an argument of the operator that its gradients lack": (
-        LINEAR.replace("f(Tensor x, Tensor w)", "f(Tensor x, Tensor w, int k)").replace(
-            "linear", "k  >= 0.\nlinear"
-        )
-        + "y(x) + z(x, w)",
-        "it has no `k`",
-    ),
-    "a factor of an integer dtype": (
-        LINEAR.replace("float32 or float64", "int32 or float64") + "y(x) + z(x, w)",
-        "may be of an integer dtype",
-    ),
-    "a mask of another length": (
-        LINEAR.replace("w) -> (Tensor, Tensor)", "w, bool[3] output_mask) -> (Tensor, Tensor)")
-        + "y(x) + z(x, w)",
-        "output_mask has one bool for each result",
-    ),
     # vmap
     "vmap of an unknown size": (COPY + "\nvmap  joins M", "no tensor has the size M"),
     "vmap without joins": (COPY + "\nvmap  N", "expected `joins`, got `N`"),
     "vmap of a result without the size": (
-        tensors("f(Tensor x) -> Tensor", x="[N]; float64.", y="[]; like x.", vmap="joins N"),
+        tensors("f(Tensor x) -> Tensor y", x="[N]; float64.", y="[]; like x.", vmap="joins N"),
         "vmap joins none of its dimensions",
     ),
     "vmap of two dimensions": (
-        tensors("f(Tensor x) -> Tensor", x="[N, M]; float64.", y="[N]; like x.", vmap="joins N, M"),
+        tensors(
+            "f(Tensor x) -> Tensor y", x="[N, M]; float64.", y="[N]; like x.", vmap="joins N, M"
+        ),
         "vmap can join one dimension",
     ),
     "vmap of a sum": (
-        tensors("f(Tensor x) -> Tensor", x="[N + 1]; float64.", y="[N]; like x.", vmap="joins N"),
+        tensors("f(Tensor x) -> Tensor y", x="[N + 1]; float64.", y="[N]; like x.", vmap="joins N"),
         "vmap can join one dimension",
     ),
     "vmap of a result that may name shifted rows": (
         tensors(
-            "f(Tensor x) -> Tensor",
+            "f(Tensor x) -> Tensor y",
             x="[N]; int64; entries 0 <= j < N at row.",
             y="[N]; like x.",
             vmap="joins N",
         ),
         "line 3: `y`: vmap shifts entries, and this result of integers might name",
     ),
+    "vmap of an optional tensor's entries below a sum": (
+        tensors(
+            "f(Tensor x, Tensor? z=None) -> Tensor y",
+            x="[N, M]; float64.",
+            z="[N]; int64; entries 0 <= j < N + M at row.",
+            y="[N]; like x.",
+            vmap="joins N",
+        ),
+        "vmap cannot shift entries below N + M",
+    ),
     "vmap of entries below a sum": (
         tensors(
-            "f(Tensor x, int m) -> Tensor",
+            "f(Tensor x, int m) -> Tensor y",
             x="[N]; int64; entries 0 <= j < N + m at row.",
             m=">= 0.",
             y="[N]; like x.",
@@ -660,100 +492,51 @@ RIGHT_KERNELS = {
     "a copy": kernel("copy"),
     "a string": kernel("with_string", contract(n="str s", s='"a" or "b".')),
     "an enumeration": kernel("with_choice", contract(n="str s", s='"a" or "b".')),
-    "kernels of another operator": kernel(
-        "with_int",
-        tensors(
-            "f(Tensor x, int k=1) -> Tensor y\ng(Tensor x) -> Tensor y",
-            x="[N]; float64.",
-            k=">= 0.",
-            y="[N]; like x.",
-        ),
-    ),
-    "three operators of the same result": kernel(
-        "copy",
-        COPY.replace(
-            "f(Tensor x) -> Tensor\n",
-            "f(Tensor x) -> Tensor y\ng(Tensor x) -> Tensor y\nh(Tensor x) -> Tensor y\n",
-        ),
-        more="kernel g copy\nkernel h copy\n",
-    ),
     "two types": kernel(
         "copy", COPY.replace("float64", "float32 or float64"), more="kernel f copy_float\n"
     ),
 }
 
 WRONG_KERNELS = {
-    "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for the int `k`, got double"),
-    "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for the float `k`, got int64_t"),
-    "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* for the str `k`, got bool"),
-    "an int64_t for a SymInt[]": (kernel("with_int", contract(n="SymInt[] k", k="Text.")), "expected List<int64_t> for the SymInt[] `k`"),
-    "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "got a View"),
-    "an enumeration without strings": (kernel("with_choice", contract(n="str k", k="Text.")), "since its line lists no strings"),
-    "an int64_t for a Tensor": (kernel("with_int", contract(n="Tensor k", k="[N]; like x.")), "expected a View or a Strided for the Tensor `k`"),
+    "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for `k`, got double"),
+    "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for `k`, got int64_t"),
+    "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* for `k`, got bool"),
+    "an int64_t for a SymInt[]": (kernel("with_int", contract(n="SymInt[] k", k="Text.")), "expected List<int64_t> for `k`"),
+    "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "expected int64_t for `k`, got View<const float64, 1>"),
+    "an enumeration without strings": (kernel("with_choice", contract(n="str k", k="Text.")), "expected const char* for `k`, got enum class"),
+    "an int64_t for a Tensor": (kernel("with_int", contract(n="Tensor k", k="[N]; like x.")), "expected View<const float64, 1> for `k`, got int64_t"),
     "too few parameters": (kernel("copy", contract(n="int k", k=">= 0.")), "2 parameters for 3 arguments and results"),
     "too many parameters": (kernel("with_int"), "3 parameters for 2 arguments and results"),
-    "more than 24 parameters": (kernel("many"), "25 parameters, more than 24"),
-    "another rank": (kernel("of_matrix"), "expected 1 dimensions for the Tensor `x`, got 2"),
-    "an argument that is written": (kernel("writes_argument"), "expected const numbers for the Tensor `x`"),
-    "a result that is read": (kernel("reads_result"), "expected numbers that are not const for the result `y`"),
-    "a result with strides": (kernel("strided_result"), "expected a View for the result `y`"),
+    "more than 24 parameters": (kernel("many"), "25 parameters for 2 arguments and results, at most 24"),
+    "another rank": (kernel("of_matrix"), "expected View<const float64, 1> for `x`, got View<const float64, 2>"),
+    "an argument that is written": (kernel("writes_argument"), "expected View<const float64, 1> for `x`, got View<float64, 1>"),
+    "a result that is read": (kernel("reads_result"), "expected View<float64, 1> for `y`, got View<const float64, 1>"),
+    "a result with strides": (kernel("strided_result"), "expected View<float64, 1> for `y`, got Strided<float64, 1>"),
     "a workspace on the CPU": (kernel("with_workspace"), "a Workspace& is for CUDA kernels"),
     "a workspace in the wrong place": (kernel("workspace_first"), "3 parameters for 2"),
     "a stream in the wrong place": (kernel("stream_first"), "3 parameters for 2"),
     "a position without entries": (kernel("position"), "no argument has entries"),
-    "a type that the contract excludes": (kernel("copy_int"), "expected one of its dtypes for the Tensor `x`, got int64"),
-    "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected float32, the dtype of x, for the result `y`, got float64"),
-    "a type without a kernel": (kernel("copy", COPY.replace("float64", "float32 or float64")), "no kernel of f for x float32"),
-    "too many combinations of dtypes": (
-        kernel(
-            "copy",
-            tensors(
-                f"f({', '.join(f'Tensor x{i}' for i in range(20))}) -> Tensor y\ng(Tensor x) -> Tensor y",
-                x="[N]; float64.",
-                y="[N]; float64.",
-                **{f"x{i}": "[N]; float16, bfloat16, float32 or float64." for i in range(20)},
-            ),
-            op="g",
-            more="composition f\n",
-        ),
-        "too many combinations of dtypes",
-    ),
-    "an operator without a kernel": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x) -> Tensor z", x="[N]; float64.", y="[N]; like x.", z="[N]; like x.")), "no kernel of g"),
-    "an argument that the other kernels lack": (kernel("copy", tensors("f(Tensor x) -> Tensor y\ng(Tensor x, int k) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "the kernels of f do not use `k`"),
-    "an argument that the other kernels need": (kernel("with_int", tensors("f(Tensor x, int k) -> Tensor y\ng(Tensor x) -> Tensor y", x="[N]; float64.", k=">= 0.", y="[N]; like x.")), "so it must have a default there"),
+    "a type that the contract excludes": (kernel("copy_int"), "expected View<const float64, 1> for `x`, got View<const int64, 1>"),
+    "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected View<float32, 1> for `y`, got View<float64, 1>"),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory):
-    """Return the answer to each contract, by its text."""
-    folder = tmp_path_factory.mktemp("texts")
-    program, texts = folder / "read", folder / "texts"
+def read():
+    """Return the function that reads a contract and returns "ok" or the error."""
     source = Path(__file__).parent / "read_contracts.cpp"
-    include = ROOT / "contracts" / "include"
-    subprocess.run(
-        [COMPILER, "-std=c++17", "-O0", "-I", include, source, "-o", program],
-        check=True,
-        timeout=300,
-    )
-    contracts = [*RIGHT.values(), *RIGHT_KERNELS.values()]
-    contracts += [text for text, _ in (*WRONG.values(), *WRONG_KERNELS.values())]
-    texts.write_text("".join(text + "\n----\n" for text in contracts))
-    run = subprocess.run(
-        [program, texts], stdout=subprocess.PIPE, text=True, timeout=60, check=True
-    )
-    lines = run.stdout.splitlines()
-    assert len(lines) == len(contracts)
-    return dict(zip(contracts, lines))
+    include = ROOT / "contracts" / "runtime"
+    return calcops_jit.load("read_contracts", [source], extra_include_paths=[include]).read
 
 
 @pytest.mark.parametrize("case", [*RIGHT, *RIGHT_KERNELS])
-def test_a_right_contract_is_read(case, answers):
-    assert answers[{**RIGHT, **RIGHT_KERNELS}[case]] == "ok"
+def test_a_right_contract_is_read(case, read):
+    assert read({**RIGHT, **RIGHT_KERNELS}[case]) == "ok"
 
 
 @pytest.mark.parametrize("case", [*WRONG, *WRONG_KERNELS])
-def test_a_wrong_contract_is_refused_with_its_line_and_reason(case, answers):
+def test_a_wrong_contract_is_refused_with_its_line_and_reason(case, read):
     text, message = {**WRONG, **WRONG_KERNELS}[case]
-    assert answers[text].startswith("line ")
-    assert message in answers[text]
+    answer = read(text).replace("\n", " ")
+    assert answer.startswith("line ")
+    assert message in answer

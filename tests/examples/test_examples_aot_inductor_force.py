@@ -19,10 +19,9 @@ FOLDER = ROOT / "examples" / "aot_inductor_force"
 sys.path.append(str(FOLDER))
 from calcops.nep import load as load_nep  # noqa: E402
 from calcops.potentials.package import save  # noqa: E402
-from calcops.potentials.potential import describe  # noqa: E402
 from energy_model import EnergyModel  # noqa: E402
 
-# test_train_own_frames.py runs a package, and test_library.py a C++ host.
+# test_train_processes.py runs a package, and test_library.py a C++ host.
 pytestmark = pytest.mark.long
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | {
@@ -112,19 +111,6 @@ def by_autograd(energy, types, list_neigh, Rij):
     return reference.force_virial(list_neigh, dE, Ri_d, Rij.detach(), ghosts(types, list_neigh))
 
 
-def test_force_and_virial_are_the_derivatives_of_the_energy(results, model):
-    for types, list_neigh, Rij, *tensors in results:
-        energy, _, *forces = tensors[:5]
-        leaf = Rij.clone().requires_grad_()
-        far = leaf.where((list_neigh >= 0)[..., None], 2 * model.cutoff)
-        Ri = describe(far.permute(3, 0, 2, 1))
-        total = model.to(Rij.device).atom_energies(types, list_neigh, Ri).sum()
-        assert_close(energy.sum(), total.detach())
-        derivatives = by_autograd(total, types, list_neigh, leaf)
-        for result, expected in zip(forces, derivatives, strict=True):
-            assert_close(result, expected)
-
-
 def test_force_and_virials_of_the_core_repulsion_are_derivatives_of_its_energy(results):
     """The host computes this repulsion, 900 / r^12, itself."""
     for types, list_neigh, Rij, *tensors in results:
@@ -149,14 +135,6 @@ def test_the_lists_of_the_host_are_those_of_its_crystal(results):
         assert other[near].all()
         assert Rij[live].sum(0).abs().max() < 1e-9
     assert any((list_neigh < 0).any() for _, list_neigh, *_ in results)
-
-
-def test_the_host_prints_the_energies_that_it_computed(ran, results):
-    rows = re.findall(r"(\d+) atoms, +(\d+) ghosts, +(\d+) slots: +(\S+) eV/atom", ran.stdout)
-    for row, (types, list_neigh, _, energy, *_) in zip(rows, results, strict=True):
-        natoms, slots = list_neigh.shape[1:]
-        assert [int(word) for word in row[:3]] == [natoms, ghosts(types, list_neigh), slots]
-        assert float(row[3]) == pytest.approx(energy.item() / natoms, abs=1e-8)
 
 
 def test_the_readme_shows_what_is_printed(ran):

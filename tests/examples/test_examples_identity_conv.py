@@ -99,43 +99,6 @@ def test_the_kernel_runs_on_the_current_stream(example):
     assert torch.equal(x, y)
 
 
-EXPORT_WITH_AN_OBJECT = f"""
-import io, sys, torch
-sys.path.insert(0, "{FOLDER}")
-{{}}
-import custom_ops
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.obj = torch.classes.my_ops.IdentityConvClass(3)
-
-    def forward(self, x):
-        return torch.ops.my_ops.identity_conv_object(self.obj, x) + 1
-
-file, x = io.BytesIO(), torch.arange(6.0).view(2, 3)
-exported = torch.export.export(Model(), (x,), dynamic_shapes={{{{"x": {{{{0: torch.export.Dim("batch")}}}}}}}})
-torch.export.save(exported, file)
-file.seek(0)
-compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")
-for run in (exported.module(), torch.export.load(file).module(), compiled):
-    print(run(x[:1]).tolist())
-"""
-
-
-@pytest.mark.long
-def test_an_operator_that_takes_the_object_exports_only_with_a_fake_in_python(example):
-    def run(first_line):
-        command = [sys.executable, "-c", EXPORT_WITH_AN_OBJECT.format(first_line)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-    assert run("").stdout == 3 * "[[1.0, 2.0, 3.0]]\n"
-    without_fake = run("torch.library.register_fake = lambda name: lambda function: function")
-    assert without_fake.returncode
-    assert "no kernel for Meta on my_ops::identity_conv_object" in without_fake.stderr
-
-
 @pytest.mark.long
 @pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
 def test_the_cuda_source_builds_without_a_gpu():
@@ -201,12 +164,3 @@ def test_program_and_library_need_neither_python_nor_a_search_path(packages, exa
         ).stdout
         assert "libtorch_cpu.so" in needed
         assert not re.search(r"libpython|libtorch_python|not found", needed)
-
-
-@pytest.mark.long
-def test_loading_the_package_without_the_library_names_the_missing_class(packages):
-    _, out, _ = packages
-    script = f"import torch; torch._inductor.aoti_load_package('{out}/native.pt2')"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode
-    assert "IdentityConvClass" in result.stderr

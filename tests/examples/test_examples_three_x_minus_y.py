@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "three_x_minus_y"
@@ -52,26 +51,6 @@ def test_the_operator_is_3x_minus_y_with_its_gradients(function, device, dtype):
     gradients = torch.autograd.grad(z, (x, y), grad)
     expected = torch.autograd.grad(3 * x.t() - y.t(), (x, y), grad)
     assert all(map(torch.equal, gradients, expected))
-
-
-@pytest.mark.filterwarnings(
-    "error:There is a performance drop", "ignore:.*torch.jit.script. is deprecated"
-)
-def test_derivatives_of_any_order_and_mode_are_right(function, device):
-    inputs = numbers(4, device=device)
-    forward_mode = not isinstance(function, torch.nn.Module)  # Test is an autograd.Function
-    assert gradcheck(function, inputs, check_forward_ad=forward_mode, check_batched_grad=True)
-    assert gradgradcheck(function, inputs)
-    x, y = (t.detach() for t in inputs)
-    batched = torch.vmap(torch.func.grad(lambda x, y: function(x, y).pow(2).sum()))(x, y)
-    torch.testing.assert_close(batched, 6 * (3 * x - y))
-
-
-def test_the_backward_operator_gives_both_gradients(example, device):
-    grad = torch.randn(3, device=device)
-    gradX, gradY = example.test_cpp.backward(grad)
-    assert torch.equal(gradX, 3 * grad)
-    assert torch.equal(gradY, -grad)
 
 
 def test_sizes_that_differ_are_refused(function):

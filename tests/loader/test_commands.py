@@ -2,14 +2,12 @@
 test_processes.py `clean`."""
 
 import re
-import shutil
 
 import pytest
-from checkout import ANSWER, CALL, Checkout
+from checkout import ANSWER, CALL, MAIN, Checkout, with_cpuinfo
 
 
 def test_build_builds_and_where_does_not(checkout):
-    shutil.rmtree(checkout.cache)
     where = checkout.main("where")
     assert where.code == 0
     assert "not built yet" in where.out
@@ -55,16 +53,6 @@ def test_cache_lists_the_libraries(checkout):
     assert str(library.parent) in checkout.main("cache").out
 
 
-CPUINFO = """
-import builtins, io
-def open(path, mode="r", *arguments, real=builtins.open, **options):
-    if path != "/proc/cpuinfo":
-        return real(path, mode, *arguments, **options)
-    return io.BytesIO({text!r}.encode()) if "b" in mode else io.StringIO({text!r})
-builtins.open = io.open = open
-"""
-
-
 @pytest.fixture(scope="module")
 def shared_checkout(tmp_path_factory):
     return Checkout(tmp_path_factory.mktemp("commands"))
@@ -72,8 +60,7 @@ def shared_checkout(tmp_path_factory):
 
 def key(checkout, preamble: str = "") -> str:
     """Return the key for a CI cache."""
-    main = "\nimport runpy, sys; sys.argv = ['', 'where', '--key']\n"
-    child = checkout.run(f"{preamble}{main}runpy.run_module('calcops_jit', run_name='__main__')")
+    child = checkout.run(preamble + MAIN, arguments=["where", "--key"])
     assert re.fullmatch(r"calcops-[0-9a-f]{8,}\n", child.out), child.err
     return child.out
 
@@ -103,17 +90,17 @@ def test_the_key_names_the_processor(shared_checkout):
     flags = "processor\t: 0\nflags\t\t: sse4_2 avx fma {}\n"
     x86 = [flags.format(word) for word in ("avx2 avx512f", "avx2", "")]
     arm = [(FEATURES, "0xd4f"), (FEATURES, "0xd40"), (FEATURES.replace(" bf16", ""), "0xd4f")]
-    keys = [key(shared_checkout, CPUINFO.format(text=text)) for text in x86]
+    keys = [key(shared_checkout, with_cpuinfo(text)) for text in x86]
     for features, model in arm:
         text = "".join(PROCESSOR.format(i, features, model) for i in range(4))
-        keys.append(key(shared_checkout, AS_ARM + CPUINFO.format(text=text)))
+        keys.append(key(shared_checkout, AS_ARM + with_cpuinfo(text)))
     assert len(set(keys)) == 6
-    assert keys[0] == key(shared_checkout, CPUINFO.format(text=x86[0]))
+    assert keys[0] == key(shared_checkout, with_cpuinfo(x86[0]))
 
 
 def test_the_compiler_gets_mcpu_on_arm(shared_checkout):
     """The compiler fails, since it is one for x86-64. Its log has the flags."""
-    script = AS_ARM + CPUINFO.format(text=PROCESSOR.format(0, FEATURES, "0xd4f")) + "\n" + CALL
+    script = AS_ARM + with_cpuinfo(PROCESSOR.format(0, FEATURES, "0xd4f")) + CALL
     hook = shared_checkout.hook('case "$*" in *tiny.cpp*) exit 1;; esac')
     shared_checkout.run(script, **hook)
     (command,) = shared_checkout.commands()

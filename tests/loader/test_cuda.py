@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkout import HERE, MAIN, Checkout
+from checkout import CALL, HERE, MAIN, Checkout, with_file
 
 NVCC = """#!{python}
 import subprocess, sys
@@ -36,26 +36,24 @@ extern "C" __attribute__((visibility("default"))) int answer() { return VALUE; }
 """
 # Makes this machine look as if it had these GPUs, hides its CUDA toolkits, and makes PyTorch look
 # like a build for CUDA 13.2.
-MACHINE = """
-import builtins, glob, io, os, torch
-gpus = {gpus!r}
+_MACHINE = """
+import glob, os, torch
 torch.version.cuda = "13.2"
 def found(pattern, real=glob.glob, **options):
-    if pattern.startswith("/proc/driver/nvidia"):
-        return [f"/proc/driver/nvidia/gpus/{{i}}/information" for i in range(len(gpus))]
-    return real(pattern, **options)
+    return {gpus!r} if pattern.startswith("/proc/driver/nvidia") else real(pattern, **options)
 glob.glob = found
-def open(path, mode="r", *arguments, real=builtins.open, **options):
-    if str(path).startswith("/proc/driver/nvidia/gpus/"):
-        text = f"Model: \\t\\t {{gpus[int(path.split('/')[5])]}}\\n"
-        return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
-    return real(path, mode, *arguments, **options)
-builtins.open = io.open = open
 def access(path, mode, real=os.access):
     is_hidden = str(path).endswith("bin/nvcc") and {home!r} not in str(path)
     return real(path, mode) and not is_hidden
 os.access = access
 """
+
+
+def machine(names: tuple[str, ...], home: Path | str) -> str:
+    """Return the begin of a script that runs on a machine with these GPUs and this toolkit."""
+    gpus = [f"/proc/driver/nvidia/gpus/{i}/information" for i in range(len(names))]
+    files = [with_file(gpu, f"Model: \t\t {name}\n") for gpu, name in zip(gpus, names)]
+    return "".join(files) + _MACHINE.format(gpus=gpus, home=str(home))
 
 
 class CudaCheckout(Checkout):
@@ -94,13 +92,9 @@ class CudaCheckout(Checkout):
             (self.home / name).write_text(text)
         (self.home / "bin/nvcc").chmod(0o755)
 
-    def start(self, script=None, gpus=(), **options):
-        script = (
-            script
-            or "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
-        )
-        machine = MACHINE.format(gpus=gpus, home=str(self.home))
-        return super().start(machine + script, **{**self.options, **options})
+    def start(self, script=CALL, gpus=(), **options):
+        script = machine(gpus, self.home) + script
+        return super().start(script, **{**self.options, **options})
 
     def choice(self, **options) -> str:
         """Return the line of the command `where` about CUDA."""
@@ -176,15 +170,12 @@ def test_a_value_of_calcops_cuda_other_than_0_or_1_is_refused(built):
 def test_the_nvcc_of_the_pip_package_is_found(built, tmp_path):
     home = tmp_path / "nvidia/cu13"
     shutil.copytree(built.home, home)
-    script = f"import torch; torch.__file__ = {str(tmp_path / 'torch/__init__.py')!r}\n"
-    script = script.replace("torch.__file__", "real = torch.__file__; torch.__file__")
-    find = f"{MACHINE.format(gpus=(), home=str(home))}\n{script}{MAIN}"
+    (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
+    there = f"import torch; torch.__file__ = {str(tmp_path / 'torch/__init__.py')!r}\n"
+    options = built.options | {"CUDA_HOME": None}
     child = Checkout.start(
-        built, find, arguments=["where"], **(built.options | {"CUDA_HOME": None})
-    )
-    child.wait()
-    if "No such file" in child.err:
-        pytest.skip("the loader reads PyTorch's files at this place")
+        built, machine((), home) + there + MAIN, arguments=["where"], **options
+    ).wait()
     assert str(home) in child.out, child.err
 
 
@@ -278,6 +269,7 @@ def test_the_toolkit_may_move_and_get_new_times(built):
 # ---- the real nvcc -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_cuda_operators_compile_and_link_for_sm_80_and_sm_90():
     environment = os.environ | {"CALCOPS_CUDA": "1"}
     environment.pop("TORCH_CUDA_ARCH_LIST", None)

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from checkout import ANSWER, CONTRACT, Checkout, is_message
+from checkout import ANSWER, Checkout, is_message
 
 LOADED = ANSWER.format("return 1;")
 NO_NINJA = """
@@ -142,22 +142,6 @@ def test_the_error_of_a_missing_include_of_pytorch_names_the_header(checkout, co
         fix = fix_of(message)
         assert "#include <" in fix, message
         assert header in fix or (source is TWICE and "ATen" in fix), message
-
-
-def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
-    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
-    script = """
-import calcops_jit
-mine = calcops_jit.load('mine', 'mine.cpp')
-assert not hasattr(mine, 'nosuch')
-try:
-    mine.nosuch
-except AttributeError as error:
-    print(error)
-"""
-    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
-    for words in "nosuch", "mine.so", "twice":
-        assert words in child.out, child.err
 
 
 # ---- faults of the machine -----------------------------------------------------------------------

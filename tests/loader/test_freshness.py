@@ -234,16 +234,14 @@ def test_a_header_that_appears_in_an_earlier_folder_is_used(everything, search):
     assert everything.values_of_a_new_process() == everything.values
 
 
-@pytest.mark.parametrize("early", ["no folder", "a folder of the name", "a dangling link"])
+@pytest.mark.parametrize("early", ["no folder", "a dangling link"])
 def test_a_header_that_appears_in_place_of_something_else_is_used(everything, early):
-    """The folder of the earlier header is absent, or holds something else of this name."""
+    """The folder of the earlier header is absent, or has a link of this name."""
     name = NAMES["I"]
     folder = everything.project / name / "early"
     header = folder / f"{name}.h"
     if early == "no folder":
         shutil.rmtree(folder)
-    elif early == "a folder of the name":
-        header.mkdir()
     else:
         header.symlink_to("elsewhere.h")
     assert everything.values_of_a_new_process() == everything.values
@@ -251,8 +249,6 @@ def test_a_header_that_appears_in_place_of_something_else_is_used(everything, ea
     assert everything.values_of_a_new_process() == everything.values
     assert everything.compiled() == 0
     folder.mkdir(exist_ok=True)
-    if early == "a folder of the name":
-        header.rmdir()
     header.write_text(f"#define VALUE_{name} 4\n")  # behind the link, if there is one
     everything.values[name] = 4
     assert everything.values_of_a_new_process() == everything.values
@@ -291,7 +287,7 @@ def test_another_variable_of_the_compilers_causes_a_rebuild_and_why_names_it(eve
     variables[variable] = values.get(variable, "/nowhere")
     why = everything.main("why", "mine", **variables)
     assert why.code == 1
-    assert (variable if variable != "CXX" else Path(values["CXX"]).resolve().name) in why.out
+    assert (variable if variable != "CXX" else values["CXX"]) in why.out
 
 
 # ---- what is no input ----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from checkout import ANSWER, CALL, Checkout, compiler, wait_for
+from checkout import ANSWER, CALL, MAIN, Checkout, compiler, wait_for, with_cpuinfo
 
 
 def test_a_new_renamed_or_deleted_source_of_the_operators_causes_a_rebuild(checkout):
@@ -44,15 +44,7 @@ def built(tmp_path_factory):
     [
         "import torch; torch.__version__ = '9.9'",
         "import torch; torch.version.git_version = 'another commit'",
-        """
-import builtins, io
-def open(path, mode="r", *arguments, real=builtins.open, **options):
-    if path != "/proc/cpuinfo":
-        return real(path, mode, *arguments, **options)
-    text = real(path).read().replace("avx", "avx_of_another_processor")
-    return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
-builtins.open = io.open = open
-""",
+        with_cpuinfo("flags : words of another processor\n"),
         "import os; os.environ['CALCOPS_CFLAGS'] = '-DX'",
         "import os; os.environ['CALCOPS_CUDA'] = '0' if 'CALCOPS_CUDA' not in os.environ else '1'",
     ],
@@ -65,9 +57,7 @@ builtins.open = io.open = open
     ],
 )
 def test_another_pytorch_processor_or_variable_is_another_build(built, change):
-    script = f"{change}\nimport sys; sys.argv = ['', 'why']\n"
-    main = "import runpy; runpy.run_module('calcops_jit', run_name='__main__')"
-    child = built.run(script + main)
+    child = built.run(f"{change}\n{MAIN}", arguments=["why"])
     assert (child.code, child.err) == (1, ""), child.out
     assert child.out != "it was never built\n"
 
@@ -84,23 +74,33 @@ def test_another_compiler_at_the_same_path_causes_a_rebuild(built, tmp_path):
 
 
 def test_every_word_of_the_compiler_command_is_an_input(built):
-    """A command may have several words, variables and response files."""
+    """A command may have variables and response files, and words that follow an option."""
     flags = built.put("flags", "-DMORE=1\n")
-    built.put("mine.cpp", ANSWER.format("return MORE;"))
+    for name, value in ("first", 2), ("second", 3):
+        built.put(f"{name}/more.h", f"#define MORE {value}\n")
+    text = "#ifdef SIX\n#define MORE 6\n#elif !defined(MORE)\n#include <more.h>\n#endif\n"
+    built.put("mine.cpp", text + ANSWER.format("return MORE;"))
     commands = [f"{compiler()} -DMORE=4", f"env X=1 {compiler()} -D MORE=5", f"c++ @{flags}"]
-    assert [built.loaded(CXX=command) for command in commands] == [4, 5, 1]
-    flags.write_text("-DMORE=6\n")
-    assert built.loaded(CXX=commands[2]) == 6
+    commands += [f"{compiler()} -I {built.project}/{name}" for name in ("first", "second")]
+    commands += [f"{compiler()} -I {built.project}/second -D SIX"]
+    assert [built.loaded(CXX=command) for command in commands] == [4, 5, 1, 2, 3, 6]
+    flags.write_text("-DMORE=7\n")
+    assert built.loaded(CXX=commands[2]) == 7
 
 
-def test_without_a_compiler_a_fresh_library_is_used_and_an_edit_is_an_error(built):
-    for variables in {"CXX": "g++-that-was-removed"}, {"CXX": None, "PATH": "/nowhere"}:
-        assert built.answer(**variables) == 1
+def test_without_a_compiler_a_fresh_library_is_used_and_an_edit_is_an_error(built, tmp_path):
+    assert built.answer(CXX=None) == 1
+    assert built.answer(CXX=None, PATH="/nowhere") == 1
+    compiler_link = tmp_path / "my-c++"
+    compiler_link.symlink_to(compiler())
+    assert built.answer(CXX=compiler_link) == 1
+    compiler_link.unlink()
+    assert built.answer(CXX=compiler_link) == 1
     header = built.path / "ops/tiny/tiny.h"
     header.write_text("#define ANSWER 8\n")
-    child = built.run(CXX="g++-that-was-removed")
+    child = built.run(CXX=compiler_link)
     assert child.code == 1
-    assert "g++-that-was-removed" in child.err
+    assert compiler_link.name in child.err
     assert "fix: " in child.err
     header.write_text("#define ANSWER 1\n")
 

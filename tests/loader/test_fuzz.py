@@ -123,8 +123,7 @@ def folder(tmp_path):
 
 
 def test_a_random_project_is_rebuilt_after_each_edit(folder):
-    """clang++ is left to the long test, because it compiles the runtime of contracts anew."""
-    fault = check_project(folder, 0, 5, [compiler()] * 2)
+    fault = check_project(folder, 0, 5, [compiler(), compiler("clang++")])
     assert not fault, fault
 
 

@@ -12,8 +12,6 @@ from checkout import ANSWER, Checkout
 
 import calcops_jit
 
-CALLS_VALUE = "int value();\n" + ANSWER.format("return value();")
-
 
 @pytest.fixture(scope="module")
 def shared_checkout(tmp_path_factory):
@@ -142,18 +140,6 @@ def test_ninja_beside_python_is_found_without_path(checkout):
 # ---- compilers and linkers -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("linker", ["bfd", "gold", "lld"])
-def test_a_rebuilt_archive_is_linked_again_by_any_linker(checkout, linker):
-    if shutil.which(f"ld.{linker}") is None:
-        pytest.skip(f"no ld.{linker} here")
-    checkout.put("mine.cpp", CALLS_VALUE)
-    checkout.archive(1)
-    flags = [f"-fuse-ld={linker}", f"-L{checkout.project}", "-lvalue"]
-    assert checkout.loaded(extra_ldflags=flags) == 1
-    checkout.archive(2)
-    assert checkout.loaded(extra_ldflags=flags) == 2
-
-
 def test_a_symbol_of_two_archives_is_taken_from_the_one_that_the_plain_compiler_takes(checkout):
     """The archive `caller` needs value(). GNU ld takes it from the archive after `caller`, and lld
     from the first archive that has it."""
@@ -195,20 +181,3 @@ def test_verbose_prints_the_commands(checkout):
     child = checkout.load(verbose=True)
     assert re.search(r"-c \S*mine\.cpp", child.out + child.err)
     assert Path(checkout.libraries("mine")[0]).exists()
-
-
-@pytest.mark.parametrize("jobs", ["1", "2"])
-@pytest.mark.parametrize("header", ["<calcops/operator.h>", '"calcops/operator.h"'])
-def test_the_runtime_of_contracts_is_compiled_only_for_a_source_that_includes_it(
-    tmp_path, jobs, header
-):
-    """A project may have a link to the header, too."""
-    checkout = Checkout(tmp_path)
-    for part in "runtime", "registry":
-        checkout.write(f"contracts/runtime/{part}.cpp", "// compiles in a moment\n")
-    (checkout.project / "calcops").symlink_to(checkout.path / "contracts/include/calcops")
-    for include, compiled in ("", {"registry"}), (f"#include {header}\n", {"runtime"}):
-        checkout.put("mine.cpp", include + ANSWER.format("return 1;"))
-        assert checkout.loaded(MAX_JOBS=jobs) == 1
-        assert {*re.findall(r"runtime/(\w+)\.cpp", checkout.log.read_text())} == compiled
-        checkout.log.unlink()

@@ -87,7 +87,7 @@ def kernel(folder):
 
 def test_a_cell_defines_its_operators_and_writes_nothing_beside_the_notebook(kernel, folder):
     assert kernel.first.outputs == []
-    assert kernel.cell.out == "mine::scaled(Tensor x) -> Tensor\n", kernel.cell
+    assert kernel.cell.out == "mine::scaled(Tensor x) -> Tensor y\n", kernel.cell
     result = kernel.run("print(scaled is torch.ops.mine.scaled, scaled(one).item())")
     assert result.out == "True 2.0\n"
     assert [path.name for path in folder.iterdir()] == ["cache"]
@@ -151,7 +151,7 @@ def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folde
     with Kernel(folder) as other:
         other.run("%load_ext calcops_jit\nimport torch, calcops_jit")
         warm = other.run(CELL)
-        assert warm.out == "mine::scaled(Tensor x) -> Tensor\n"
+        assert warm.out == "mine::scaled(Tensor x) -> Tensor y\n"
         assert (warm.err, warm.displayed) == ("", [])
 
         edited = kernel.run(CELL.replace("2 * x(i)", "3 * x(i)"))
@@ -164,7 +164,7 @@ def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folde
         assert result.out == "[] 2.0\n"
 
         back = kernel.run(CELL)
-        assert (back.out, back.displayed) == ("mine::scaled(Tensor x) -> Tensor\n", [])
+        assert (back.out, back.displayed) == ("mine::scaled(Tensor x) -> Tensor y\n", [])
         assert kernel.run("print(handle(one).item())").out == "2.0\n"
 
 

@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from checkout import HERE, contents, copy, pip, wheel_of
+from checkout import ANSWER, HERE, cache_with_runtime, compiler, contents, copy, pip, wheel_of
 
 CALL = (
     "import calcops_jit, ctypes; print(calcops_jit.__file__, "
@@ -32,15 +32,14 @@ def replace_operators(ops: Path, answer: int = 1) -> None:
     """Replace the operators by a function that compiles in a moment."""
     shutil.rmtree(ops, ignore_errors=True)
     (ops / "tiny").mkdir(parents=True)
-    (ops / "tiny/tiny.cpp").write_text(
-        f'extern "C" __attribute__((visibility("default"))) int answer() {{ return {answer}; }}\n'
-    )
+    (ops / "tiny/tiny.cpp").write_text(ANSWER.format(f"return {answer};"))
 
 
 def call(python: Path, folder: Path) -> list[str]:
     """Return the path of the imported module, and the answer of its operator."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("CALCOPS_", "PYTHON"))}
     variables |= {"CALCOPS_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    variables |= {"CXX": compiler(), "TEST_LOG": str(folder / "log"), "TEST_SLOW": ""}
     result = subprocess.run(
         [python, "-c", CALL], cwd="/", env=variables, capture_output=True, text=True
     )
@@ -99,16 +98,32 @@ def test_an_sdist_has_the_tests_and_builds_the_wheel_of_the_checkout(wheel, tmp_
     assert contents(wheel_of(unpacked, tmp_path)) == contents(wheel)
 
 
+PACKAGES = """
+import os
+os.environ["CALCOPS_BUILD"] = "0"
+from calcops.potentials import LennardJones, Potential, StillingerWeber, load, save
+from calcops.train.weights import initial
+print(Potential.__module__, load.__code__.co_filename, StillingerWeber().cutoff)
+"""
+
+
 def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_cache(
     wheel, environment, tmp_path
 ):
+    """Its runtime is the one that is compiled for all tests: the installed headers are the same."""
     pip("install", wheel, python=environment)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    printed = subprocess.check_output([environment, "-c", PACKAGES], cwd="/", text=True)
+    module, path, _ = printed.split()
+    assert module == "calcops.potentials.potential"
+    assert path == f"{site}/calcops/potentials/package.py"
     replace_operators(site / "_calcops_jit/ops")
+    shutil.copytree(cache_with_runtime(), tmp_path / "cache")
     before = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
     for path in before:
         path.chmod(path.stat().st_mode & ~0o222)
     assert call(environment, tmp_path) == [f"{site}/calcops_jit.py", "1"]
+    assert "contracts/runtime" not in (tmp_path / "log").read_text()
     assert {path: path.stat().st_mtime_ns for path in site.rglob("*")} == before
     for path in before:
         path.chmod(path.stat().st_mode | 0o200)
@@ -122,25 +137,6 @@ def test_an_editable_installation_follows_edits_of_the_checkout(environment, tmp
     assert call(environment, tmp_path) == [f"{source}/calcops_jit.py", "1"]
     replace_operators(source / "ops", 2)
     assert call(environment, tmp_path) == [f"{source}/calcops_jit.py", "2"]
-
-
-def test_the_potentials_and_the_training_are_installed(wheel, environment, tmp_path):
-    pip("install", wheel, python=environment)
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    script = """
-import os
-os.environ["CALCOPS_BUILD"] = "0"
-from calcops.potentials import LennardJones, Potential, StillingerWeber, load, save
-from calcops.train.weights import initial
-print(Potential.__module__, load.__code__.co_filename, StillingerWeber().cutoff)
-"""
-    result = subprocess.run(
-        [environment, "-c", script], cwd="/", capture_output=True, text=True, check=True
-    )
-    assert result.stdout.split()[:2] == [
-        "calcops.potentials.potential",
-        f"{site}/calcops/potentials/package.py",
-    ]
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ process hangs, loads half a library, or leaves something behind."""
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,42 @@ def test_an_import_does_not_wait_for_the_compilers_of_a_killed_builder(checkout)
     assert checkout.answer() == 1
 
 
+# The first compiler waits after its work, and writes its object again while the next build links.
+LATE_OBJECT = """
+case "$*" in
+*" -c "*tiny.cpp*)
+  if mkdir {folder}/first; then
+    {compiler} "$@"
+    cp tiny.o {folder}/first
+    touch {folder}/waits
+    for _ in $(seq 2000); do [ -e {folder}/links ] && break; sleep 0.02; done
+    cp {folder}/first/tiny.o tiny.o
+    touch {folder}/has-written
+    exit
+  fi;;
+*" -shared "*)
+  touch {folder}/links
+  for _ in $(seq 2000); do [ -e {folder}/has-written ] && break; sleep 0.02; done;;
+esac
+"""
+
+
+def test_a_compiler_of_a_killed_build_writes_no_object_of_the_next_build(checkout, tmp_path):
+    """Both processes of the build are killed at once, so that nothing ends their compiler."""
+    text = LATE_OBJECT.format(folder=tmp_path, compiler=shutil.which("c++"))
+    hook = checkout.hook(text)
+    builder = checkout.start(**hook)
+    wait_for((tmp_path / "waits").exists)
+    os.kill(builder.pid, signal.SIGSTOP)
+    children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children").read_text()
+    for pid in map(int, children.split()):
+        os.kill(pid, signal.SIGKILL)
+    builder.kill()
+    builder.wait()
+    checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
+    assert checkout.answer(**hook) == 2
+
+
 PROCESSES = 10
 LATER_PROCESSES = 2
 
@@ -219,8 +256,8 @@ def test_a_signal_ends_a_build_at_once_and_the_next_one_is_sound(checkout):
         assert builder.returncode == -number
         assert len(errors.splitlines()) <= 14, errors
         assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
-        checkout.slow.unlink()
         wait_for(lambda: not processes_in(checkout.cache))
+    checkout.slow.unlink()
     assert checkout.answer() == 1
 
 

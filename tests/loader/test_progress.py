@@ -4,6 +4,8 @@ the one of a cell."""
 import ast
 import re
 
+from checkout import wait_for
+
 # Runs a build with stderr on a terminal of 100 columns, and prints each state of its line.
 ON_A_TERMINAL = r"""
 import fcntl, os, struct, sys, termios, threading, time
@@ -49,8 +51,13 @@ def test_a_failed_build_on_a_terminal_leaves_only_the_error(checkout):
     assert shown[0].startswith("calcops_jit: cannot build calcops: error at ")
 
 
-def test_a_build_in_a_log_prints_whole_lines(checkout):
-    child = checkout.run()
+def test_a_build_in_a_log_prints_whole_lines_from_its_begin_on(checkout):
+    checkout.slow.touch()
+    child = checkout.start()
+    wait_for(lambda: "building calcops" in child.err)
+    wait_for(checkout.is_compiling)
+    checkout.slow.unlink()
+    child.wait()
     first, *_, last = child.err.splitlines()
     assert "\r" not in child.err
     assert first.startswith("calcops_jit: building calcops ")

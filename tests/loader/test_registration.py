@@ -22,7 +22,7 @@ def error_of(function):
 
 @pytest.fixture(scope="module")
 def shared_checkout(tmp_path_factory):
-    return Checkout(tmp_path_factory.mktemp("register"))
+    return Checkout(tmp_path_factory.mktemp("register"), has_runtime=True)
 
 
 @pytest.fixture
@@ -59,6 +59,21 @@ assert copy.copy(add) is add
 """
     assert output(checkout, script) == ["True True ['path']"]
     assert "contracts/runtime" not in checkout.log.read_text()  # compiled once for all libraries
+
+
+def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+mine = load("mine", "mine.cpp")
+assert not hasattr(mine, "nosuch")
+try:
+    mine.nosuch
+except AttributeError as error:
+    print(error)
+"""
+    text = "\n".join(output(checkout, script))
+    for words in "nosuch", "mine.so", "twice":
+        assert words in text
 
 
 def test_two_packages_may_share_a_library_name_but_not_an_operator(checkout):
@@ -106,23 +121,29 @@ print(error_of(lambda: load("ops", "ops.cpp")).splitlines()[0], torch.ops.ops.on
 
 # ---- what PyTorch refuses or keeps ---------------------------------------------------------------
 
-# The kernel of the second operator does not fit its schema. PyTorch refuses it after it has
-# registered the first operator.
-REFUSED = """
+# These sources take seconds to compile, because of PyTorch's headers. So they stay as they are, and
+# the tests edit edited.cpp beside them.
+
+# The kernel of the second operator does not fit a schema with an integer. PyTorch refuses it after
+# it has registered the first operator.
+HALF = """
 #include <torch/library.h>
+const char* schema();
 TORCH_LIBRARY_FRAGMENT(half, m) {
   m.def("one() -> int", []() -> int64_t { return 1; });
-  m.def("two(int x) -> int");
+  m.def(schema());
   const auto key = c10::DispatchKey::CompositeExplicitAutograd;
   m.impl("two", torch::dispatch(key, [](double x) { return x; }));
 }
 """
+SCHEMA = 'const char* schema() { return "two(int x) -> float"; }\n'
 CLASS = """
 #include <torch/library.h>
+int step();
 namespace {
 struct Counter : torch::CustomClassHolder {
   explicit Counter(int64_t start) : value(start) {}
-  int64_t next() { return value += 1; }
+  int64_t next() { return value += step(); }
   int64_t value;
 };
 }  // namespace
@@ -138,30 +159,33 @@ TORCH_LIBRARY(counting, m) {
 
 
 def test_a_library_that_pytorch_refuses_leaves_nothing_registered(checkout):
-    checkout.put("half.cpp", REFUSED)
+    checkout.put("half.cpp", HALF)
+    checkout.put("edited.cpp", SCHEMA)
     script = """
-print(error_of(lambda: load("half", "half.cpp")).splitlines()[0], hasattr(torch.ops.half, "one"))
-source = Path("half.cpp")
-source.write_text(source.read_text().replace("double x", "int64_t x"))
-half = load("half", "half.cpp")
-print(half.one(), half.two(2))
+sources = ("half.cpp", "edited.cpp")
+print(error_of(lambda: load("half", *sources)).splitlines()[0], hasattr(torch.ops.half, "one"))
+edited = Path("edited.cpp")
+edited.write_text(edited.read_text().replace("int x", "float x"))
+half = load("half", *sources)
+print(half.one(), half.two(2.5))
 """
     error, answers = output(checkout, script)
     assert error.startswith("cannot ")
     assert error.endswith(" False")
-    assert answers == "1 2"
+    assert answers == "1 2.5"
 
 
 def test_a_torchbind_class_is_loaded_and_its_reload_is_refused(checkout):
     checkout.put("counting.cpp", CLASS)
+    checkout.put("edited.cpp", "int step() { return 1; }\n")
     script = """
-source = Path("counting.cpp")
+source = Path("edited.cpp")
 text = source.read_text()
-counting = load("counting", source)
+counting = load("counting", "counting.cpp", source)
 Counter = torch.classes.counting.Counter
 old = Counter(10)
 print(old.next(), counting.advance(old), old.value)
-source.write_text(text.replace("value += 1", "value += 100"))
+source.write_text(text.replace("1", "100"))
 print(error_of(calcops_jit.reload))
 print(old.next(), Counter(10).next(), copy.deepcopy(old).value)
 source.write_text(text)
@@ -183,18 +207,22 @@ STABLE_TORCH_LIBRARY_IMPL(stable, CompositeExplicitAutograd, m) { m.impl("same",
 """
 
 
-def test_a_library_of_the_stable_abi_is_loaded_and_its_reload_is_refused(checkout):
+def test_a_library_of_the_stable_abi_is_loaded_and_an_edit_does_not_replace_it(checkout):
     checkout.put("stable.cpp", STABLE)
+    checkout.put("edited.cpp", "int before;\n")
     script = """
-library = load("stable", "stable.cpp")
-print(library.same(torch.ones(1)).item())
-Path("stable.cpp").write_text(Path("stable.cpp").read_text() + "int more;")
-print(error_of(calcops_jit.reload), library.same(torch.ones(1)).item())
+library = load("stable", "stable.cpp", "edited.cpp")
+same = torch.ops.stable.same
+print(same(torch.ones(1)).item())
+Path("edited.cpp").write_text("int after;")
+print(error_of(calcops_jit.reload), same(torch.ones(1)).item())
 """
-    result, first, *_, last = output(checkout, script)
+    result, *error, last = output(checkout, script)
+    text = "\n".join(error)
     assert result == "1.0"
-    assert first.startswith("cannot reload stable")
-    assert last == "  fix: restart Python 1.0"
+    assert text.startswith("cannot load stable: a static initialiser ends the process")
+    assert "stable::same" in text
+    assert last.endswith(" 1.0")
 
 
 # ---- static initialisers -------------------------------------------------------------------------

@@ -5,28 +5,27 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from checkout import (
+    AUDITED,
     CALL,
-    HERE,
     MAIN,
-    Checkout,
     Child,
     built_wheel,
-    compiler,
     contents,
     copy,
     pip,
+    replace_runtime,
     spoil,
     the_zygote,
     wheel_of,
+    with_cpuinfo,
 )
-from test_cuda import MACHINE
+from test_cuda import machine
 
 if os.uname().machine != "x86_64":
     pytest.skip("there are wheels for x86-64 only", allow_module_level=True)
@@ -53,21 +52,18 @@ ADDED = [
     "avx512bw avx512cd avx512dq avx512f avx512vl",
 ]
 V2, V3, V4 = (" ".join(ADDED[:count]) for count in (1, 2, 3))
-PROCESSOR = """
-import builtins, io
-def open(path, mode="r", *arguments, real=builtins.open, **options):
-    if path != "/proc/cpuinfo":
-        return real(path, mode, *arguments, **options)
-    text = "processor\\t: 0\\nflags\\t\\t: {}\\n"
-    return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
-builtins.open = io.open = open
-"""
+
+
+def processor(words: str) -> str:
+    """Return the begin of a script that runs on a processor with these extensions."""
+    return with_cpuinfo(f"processor\t: 0\nflags\t\t: {words}\n")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """Return a checkout with one operator, which returns the level that it was compiled for."""
     source = copy(tmp_path_factory.mktemp("source") / "calcops")
+    replace_runtime(source / "contracts")
     shutil.rmtree(source / "ops")
     (source / "ops/tiny").mkdir(parents=True)
     (source / "ops/tiny/tiny.h").write_text("#define ANSWER 1\n")
@@ -76,15 +72,9 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Return a cache with the compiled runtime."""
-    return Checkout(tmp_path_factory.mktemp("wheel")).cache
-
-
-@pytest.fixture(scope="module")
-def wheel(source, cache, tmp_path_factory):
-    variables = {"CALCOPS_CUDA": "0", "CALCOPS_CACHE": str(cache), "CXX": compiler()}
-    variables |= {"TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
+def wheel(source, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    variables = {"CALCOPS_CUDA": "0", "CALCOPS_CACHE": str(cache)}
     return built_wheel(source, tmp_path_factory.mktemp("dist"), **variables)
 
 
@@ -98,8 +88,7 @@ class Installed:
         self.zygote = the_zygote()
 
     def run(self, script: str = CALL, **variables) -> Child:
-        defaults = {"CXX": compiler(), "TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
-        return Child(self, script, **(defaults | variables)).wait()
+        return Child(self, script, **variables).wait()
 
     def refusal(self, script: str = CALL, **variables) -> str:
         """Return why the library of the wheel is not loaded. Without a compiler the import then
@@ -113,10 +102,10 @@ class Installed:
 
 
 @pytest.fixture
-def installed(wheel, cache, tmp_path):
+def installed(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    return Installed(tmp_path / "site", shutil.copytree(cache, tmp_path / "cache"))
+    return Installed(tmp_path / "site", tmp_path / "cache")
 
 
 # ---- its files -----------------------------------------------------------------------------------
@@ -162,14 +151,8 @@ def test_an_installed_wheel_needs_no_compiler_writes_nothing_and_starts_no_proce
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     before = set(site.rglob("*"))
     script = f"""
-import sys, torch
-sys.dont_write_bytecode = True
-events = []
-def audit(event, arguments):
-    starts = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.mkdir")
-    if event in starts or (event == "open" and set(str(arguments[1])) & set("wax+")):
-        events.append((event, arguments))
-sys.addaudithook(audit)
+import torch
+{AUDITED}
 {CALL}
 print(calcops_jit.library_path(), events)
 """
@@ -196,7 +179,7 @@ print(calcops_jit.library_path(), events)
     ],
 )
 def test_a_wheel_loads_the_best_library_that_the_processor_can_run(installed, words, level):
-    child = installed.run(PROCESSOR.format(words) + CALL, **NO_COMPILER)
+    child = installed.run(processor(words) + CALL, **NO_COMPILER)
     assert (child.out, child.err) == (f"{level}\n", "")
 
 
@@ -221,7 +204,7 @@ def test_a_library_of_a_wheel_is_found_without_building_and_by_the_commands(inst
     [
         ("import torch; torch.__version__ = '2.14.0'", "2.14.0"),
         ("import torch; torch.version.git_version = 'abc'", "PyTorch"),
-        (PROCESSOR.format("sse4_1 popcnt"), "x86-64-v2"),
+        (processor("sse4_1 popcnt"), "x86-64-v2"),
         ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "x86-64-v3"),
     ],
     ids=["PyTorch's version", "PyTorch's commit", "the processor", "CALCOPS_CFLAGS"],
@@ -245,8 +228,10 @@ def test_a_cpu_library_is_refused_if_a_build_here_would_have_cuda(
 ):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch(0o755)
-    machine = MACHINE.format(gpus=gpus, home=str(tmp_path) if nvcc else "nowhere")
-    child = installed.run(machine + CALL, **NO_COMPILER, **variables, CUDA_HOME=tmp_path)
+    home = tmp_path if nvcc else "nowhere"
+    child = installed.run(
+        machine(gpus, home) + CALL, **NO_COMPILER, **variables, CUDA_HOME=tmp_path
+    )
     if words:
         assert words in child.err
         assert re.search(r"\bwheel\b", child.err)
@@ -315,23 +300,16 @@ def test_build_in_an_installed_wheel_is_for_this_processor_and_preferred(install
     assert child.out.strip() == path
 
 
-def test_a_wheel_for_another_architecture_or_with_flags_is_not_built(tmp_path):
+def test_a_wheel_for_another_architecture_or_with_flags_is_not_built(checkout, tmp_path):
     as_arm = "import os; os.uname = lambda r=os.uname(): os.uname_result([*r[:4], 'aarch64'])\n"
-    module = re.search(r"-m (\S+wheel) dist", (HERE / "Makefile").read_text())[1]
-    run = f"import runpy, sys; sys.argv = ['', {str(tmp_path / 'dist')!r}]\n"
-    run += f"runpy.run_module({module!r}, run_name='__main__')"
+    folder = tmp_path / "dist"
+    run = "import runpy; runpy.run_module('_calcops_jit.wheel', run_name='__main__')"
     for preamble, variables, words in (
         (as_arm, {}, "aarch64"),
         ("", {"CALCOPS_CFLAGS": "-DX"}, "CALCOPS_CFLAGS"),
     ):
-        result = subprocess.run(
-            [sys.executable, "-c", preamble + run],
-            cwd=HERE,
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode != 0
-        assert "cannot make a wheel" in result.stderr
-        assert words in result.stderr
-        assert not list(tmp_path.iterdir())
+        child = checkout.run(preamble + run, arguments=[str(folder)], **variables)
+        assert child.code != 0
+        assert "cannot make a wheel" in child.err
+        assert words in child.err
+        assert not folder.exists()

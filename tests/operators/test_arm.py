@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from _calcops_jit.request import BASE, MACHINE
+from _calcops_jit.processor import MACHINE
+from _calcops_jit.request import BASE
 
 HERE = Path(__file__).resolve().parent
 OPS = HERE.parents[1] / "ops"

@@ -1,10 +1,20 @@
-"""calcops::density against plain PyTorch: values, gradients, empty slots, pairs at and beyond the
-end of the grid, distances below the grid."""
+"""calcops::density against plain PyTorch: values, empty slots, pairs at and beyond the end of the
+grid, distances below the grid, derivatives, transforms, errors."""
 
 import math
 
 import pytest
 import torch
+from fuzz import DTYPES, INDICES, check_calls
+from reference import (
+    assert_compiles_and_exports,
+    assert_empty_slots_never_matter,
+    assert_equal_lists,
+    assert_modes_agree,
+    assert_strides_and_threads_change_no_bit,
+    opcheck,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import calcops_jit
 
@@ -140,11 +150,10 @@ def test_sums_and_gradients_are_those_of_plain_pytorch(harmonics, functions):
         assert_close(gradient, other, 1e-11)
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("begin", [0.0, 1.5])
 @pytest.mark.parametrize("rows", [6, 7, 133])
-def test_one_cell_or_many_and_distances_below_the_grid(rows, begin, index):
-    arguments = list(inputs(n=4, K=30, rows=rows, begin=begin, index=index))
+def test_one_cell_or_many_and_distances_below_the_grid(rows, begin):
+    arguments = list(inputs(n=4, K=30, rows=rows, begin=begin))
     r = torch.linalg.vector_norm(arguments[0], dim=-1)
     assert begin == 0 or (r[arguments[1] >= 0] < begin).any()
     arguments[0].requires_grad_()
@@ -164,20 +173,16 @@ def test_empty_slots_and_pairs_beyond_the_cutoff_add_exactly_nothing():
     assert (r >= cutoff)[kind >= 0].any()
     A = density(d, torch.where(is_left_out, -1, kind), table, *rest)
     assert torch.equal(density(d, kind, table, *rest), A)
+    assert_empty_slots_never_matter(
+        lambda d: density(d, kind, table, *rest), kind < 0, is_left_out, d
+    )
 
     dirty = d.masked_fill((kind < 0).unsqueeze(-1), math.nan).requires_grad_()
     table.requires_grad_()
-    dirty_A = density(dirty, kind, table, *rest)
-    assert torch.equal(dirty_A, A)
-    grad, of_table = torch.autograd.grad(dirty_A.square().sum(), (dirty, table), create_graph=True)
-    assert (grad[is_left_out] == 0).all()
-    assert grad.isfinite().all() and of_table.isfinite().all()
-    second, of_table = torch.autograd.grad(grad.square().sum(), (dirty, table))
-    assert (second[is_left_out] == 0).all()
-    assert second.isfinite().all() and of_table.isfinite().all()
-    tangent = torch.ones_like(d).masked_fill(is_left_out.unsqueeze(-1), math.nan)
-    _, along = torch.func.jvp(lambda d: density(d, kind, table, *rest), (dirty,), (tangent,))
-    assert along.isfinite().all()
+    energy = density(dirty, kind, table, *rest).square().sum()
+    grad, of_table = torch.autograd.grad(energy, (dirty, table), create_graph=True)
+    assert of_table.isfinite().all()
+    assert torch.autograd.grad(grad.square().sum(), table)[0].isfinite().all()
 
 
 def test_a_pair_at_exactly_the_end_of_the_grid_adds_nothing():
@@ -283,15 +288,250 @@ def test_strides_and_threads_change_no_bit():
         A = density(d, kind, table, *rest)
         return A, *torch.autograd.grad(A.square().sum(), table)
 
-    expected = results(d, kind)
-    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (d, kind)]
-    assert not strided[0].is_contiguous()
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3, 5):
-            torch.set_num_threads(count)
-            for result in zip(results(d, kind), results(*strided), expected):
-                assert torch.equal(result[0], result[2])
-                assert torch.equal(result[1], result[2])
-    finally:
-        torch.set_num_threads(threads)
+    assert_strides_and_threads_change_no_bit(results, d, kind)
+
+
+# ---- derivatives up to the third order, in d and the table, in both modes ------------------------
+
+
+def smooth_inputs(harmonics=25, begin=0.0):
+    """Return arguments with few pairs and wide cells, so that finite differences are exact."""
+    d, kind, table, grid, _ = inputs(n=2, K=3, functions=2, rows=7, begin=begin)
+    kind[0] = torch.tensor([0, -1, 1])
+    d = (
+        d
+        / torch.linalg.vector_norm(d, dim=-1, keepdim=True)
+        * torch.tensor([[1.3, 2.0, 1.2], [2.9, 1.1, 1.4]], dtype=torch.float64).unsqueeze(-1)
+    )
+    grid = grid.clone()
+    grid[:, 1] = 7.0
+    return d.requires_grad_(), kind, table.requires_grad_(), grid, harmonics
+
+
+@pytest.mark.parametrize("harmonics", HARMONICS)
+@pytest.mark.parametrize("begin", [0.0, 1.5])
+def test_derivatives_of_first_to_third_order_are_those_of_autograd(harmonics, begin):
+    d, kind, table, grid, _ = inputs(n=3, K=20, functions=3, begin=begin)
+    generator = torch.Generator().manual_seed(1)
+    tangents = [torch.randn(d.shape, dtype=d.dtype, generator=generator) for _ in range(3)]
+    table_tangent = torch.randn(table.shape, dtype=table.dtype, generator=generator)
+    upstream = torch.randn(harmonics, 3, 3, dtype=d.dtype, generator=generator)
+
+    def derivatives(f):
+        """Return all second and third derivatives along the tangents in reverse mode."""
+        leaves = [x.clone().requires_grad_() for x in (d, table, upstream)]
+        energy = (f(leaves[0], kind, leaves[1], grid, harmonics) * leaves[2]).sum()
+        (slope,) = torch.autograd.grad(energy, leaves[0], create_graph=True)
+        along = (slope * tangents[0]).sum()
+        second = torch.autograd.grad(along, leaves, create_graph=True)
+        mixed = (second[0] * tangents[1]).sum() + (second[1] * table_tangent).sum()
+        third = torch.autograd.grad(mixed, leaves, create_graph=True)
+        return *second, *third
+
+    for result, expected in zip(derivatives(density), derivatives(reference)):
+        assert_close(result, expected, 1e-10)
+
+
+@pytest.mark.parametrize("harmonics", HARMONICS)
+def test_gradcheck_and_gradgradcheck_pass_in_both_modes(harmonics):
+    d, kind, table, grid, _ = smooth_inputs()
+
+    def sums(d, table):
+        return density(d, kind, table, grid, harmonics)
+
+    assert torch.autograd.gradcheck(
+        sums, (d, table), check_forward_ad=True, check_batched_grad=True
+    )
+    assert torch.autograd.gradgradcheck(sums, (d, table), check_fwd_over_rev=True)
+
+
+def test_gradgradcheck_of_forces_passes():
+    d, kind, table, grid, harmonics = smooth_inputs()
+
+    def slope(d, table):
+        energy = density(d, kind, table, grid, harmonics).square().sum()
+        return torch.autograd.grad(energy, d, create_graph=True)[0]
+
+    assert torch.autograd.gradgradcheck(slope, (d, table), atol=1e-4)
+
+
+def test_forward_and_reverse_mode_agree_in_every_mixture():
+    d, kind, table, grid, harmonics = smooth_inputs()
+    d, kind, table = d.detach()[:1, :2], kind[:1, :2], table.detach()
+    weights = torch.randn(harmonics, 1, 2, dtype=torch.float64)
+
+    def scalar(d, table):
+        return (density(d, kind, table, grid, harmonics) * weights).sum()
+
+    for argument in (0, 1):
+        assert_modes_agree(scalar, d, table, argument=argument, rtol=1e-9, atol=1e-9)
+
+
+def test_a_fourth_derivative_in_d_is_an_error_and_in_the_table_is_zero():
+    d, kind, table, grid, harmonics = smooth_inputs()
+    kinds = torch.zeros_like(kind)
+    message = "calcops::density: expected derivatives in `d` up to third order, got a higher one"
+
+    def along(order):
+        if order == 0:
+            return lambda t: density(d + t * d, kinds, table + t * table, grid, harmonics)
+        lower = along(order - 1)
+        return lambda t: torch.func.jvp(lower, (t,), (torch.ones_like(t),))[1]
+
+    zero = torch.zeros((), dtype=torch.float64)
+    assert along(3)(zero).isfinite().all()
+    with pytest.raises(RuntimeError, match=message):
+        along(4)(zero)
+
+    x = density(d, kinds, table, grid, harmonics).square().sum()
+    for _ in range(3):
+        x = torch.autograd.grad(x, d, create_graph=True)[0].square().sum()
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(x, d)
+
+    # The square of a linear function has two derivatives.
+    x = density(d.detach(), kinds, table, grid, harmonics).square().sum()
+    (x,) = torch.autograd.grad(x, table, create_graph=True)
+    (x,) = torch.autograd.grad(x.sum(), table, create_graph=True)
+    assert x.abs().max() > 0
+    assert not x.requires_grad or not torch.autograd.grad(x.sum(), table)[0].any()
+
+
+# ---- vmap, torch.compile and torch.export, errors ------------------------------------------------
+
+
+ops = torch.ops.calcops
+NAMES = "d", "kind", "table", "grid", "harmonics"
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_vmap_over_atoms_with_one_table_and_with_a_table_each_equals_a_loop(chunk):
+    d, kind, table, *rest = inputs(n=6)
+    d = d.view(3, 2, 9, 3)
+    kind = kind.view(3, 2, 9)
+
+    def sums(d, kind, table):
+        return density(d, kind, table, *rest)
+
+    expected = torch.stack([sums(*item, table) for item in zip(d, kind)])
+    result = torch.vmap(sums, (0, 0, None), chunk_size=chunk)(d, kind, table)
+    assert torch.equal(result, expected)
+    tables = torch.stack([table, 2 * table, 3 * table])
+    expected = torch.stack([sums(*item) for item in zip(d, kind, tables)])
+    assert torch.equal(torch.vmap(sums)(d, kind, tables), expected)
+
+
+def test_gradients_and_hessians_under_vmap_equal_a_loop():
+    d, kind, table, *rest = smooth_inputs()
+    d, table = d.detach(), table.detach()
+
+    def energy(d, kind, table):
+        return density(d[None], kind[None], table, *rest).square().sum()
+
+    for derivative in (
+        torch.func.grad(energy, (0, 2)),
+        torch.func.hessian(energy),
+        torch.func.hessian(energy, 2),
+        torch.func.jacrev(torch.func.grad(energy), 2),
+    ):
+        result = torch.vmap(derivative, (0, 0, None))(d, kind, table)
+        expected = [derivative(*item, table) for item in zip(d, kind)]
+        if isinstance(result, tuple):
+            expected = [torch.stack(tensors) for tensors in zip(*expected)]
+        else:
+            result, expected = [result], [torch.stack(expected)]
+        for one, other in zip(result, expected):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_opcheck_passes_for_every_operator():
+    d, kind, table, *rest = inputs(n=3, K=4)
+    d.requires_grad_()
+    table.requires_grad_()
+    opcheck(ops.density.default, (d, kind, table, *rest))
+    upstream = torch.randn(25, 3, 5, dtype=torch.float64, requires_grad=True)
+    for count in (None, 1, 2):
+        directions = None
+        if count:
+            directions = torch.randn(3, 4, count, 3, dtype=torch.float64, requires_grad=True)
+        opcheck(ops._density_along.default, (d, kind, table, *rest, directions))
+        arguments = upstream, d, kind, table, *rest, directions
+        opcheck(ops._density_table_backward.default, arguments)
+        if count != 2:  # its gradient for d would be a fourth derivative
+            opcheck(ops._density_backward.default, arguments)
+
+
+def test_compiled_traced_and_exported_programs_equal_eager_at_other_sizes():
+    def step(d, kind, table, grid):
+        energy = density(d, kind, table, grid, 25).square().sum()
+        (slope,) = torch.autograd.grad(energy, d, create_graph=True)
+        return torch.autograd.grad(energy + slope.square().sum(), table)
+
+    def leaves_of(**sizes):
+        d, kind, table, grid, _ = inputs(**sizes)
+        return d.requires_grad_(), kind, table.requires_grad_(), grid
+
+    arguments = leaves_of(K=4)
+    traced = make_fx(step, tracing_mode="symbolic")(*arguments)
+    other = leaves_of(n=7, K=6, seed=3)
+    assert_equal_lists(traced(*other), step(*other), rtol=1e-12, atol=1e-12)
+
+    def of_tensors(*tensors):
+        return density(*tensors, 25)
+
+    slots = {0: torch.export.Dim("n"), 1: torch.export.Dim("K")}
+    assert_compiles_and_exports(of_tensors, arguments, (slots, slots, None, None), other)
+
+
+def arguments_of(**sizes):
+    return dict(zip(NAMES, inputs(**sizes)))
+
+
+def random_arguments(draw, seed):
+    return arguments_of(
+        n=draw.choice([0, 1, 3]),
+        K=draw.choice([0, 1, 6]),
+        functions=draw.choice([0, 1, 3, 9]),
+        harmonics=draw.choice(HARMONICS),
+        rows=draw.choice([6, 7, 16]),
+        begin=draw.choice([0.0, 1.5]),
+        dtype=draw.choice(DTYPES),
+        index=draw.choice(INDICES),
+        seed=seed,
+    )
+
+
+def test_any_call_gives_the_references_results_or_names_an_argument(one_thread):
+    check_calls(density, random_arguments, reference, range(200))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"table": torch.zeros(3, 5, 5).double()}, "expected `table` with B >= 6, got [3, 5, 5]"),
+        ({"grid": torch.zeros(3, 2)}, "expected `grid` 0 <= first < last, got 0.0"),
+        ({"grid": torch.tensor([[0, 1.0]] * 2 + [[-1, 1]])}, "expected `grid` 0 <= first < last"),
+        ({"grid": torch.tensor([[0, 1.0]] * 2 + [[0, math.nan]])}, "expected `grid` 0 <= first"),
+        ({"harmonics": 5}, "expected `harmonics` 1, 4, 9, 16 or 25, got 5"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
+    with pytest.raises(RuntimeError) as error:
+        density(**arguments_of() | changes)
+    assert "calcops::density: " in str(error.value), error.value
+    assert message in str(error.value), error.value
+
+
+@pytest.mark.parametrize("value", [math.inf, 1e300, 1e-300])
+def test_distances_of_any_size_read_no_memory_out_of_bounds(value):
+    """AddressSanitizer (make test config=asan) finds such a read, or the process crashes."""
+    d, kind, table, grid, harmonics = inputs(functions=3)
+    for functions in (1, 3, 9):
+        table = torch.randn(3, 6, functions, dtype=torch.float64)
+        for begin in (0.0, 1.0):
+            grid[:, 0] = begin
+            leaves = d * value, table.clone()
+            for leaf in leaves:
+                leaf.requires_grad_()
+            A = density(leaves[0], kind, leaves[1], grid, harmonics)
+            torch.autograd.grad(A.sum(), leaves)

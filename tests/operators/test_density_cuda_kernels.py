@@ -8,7 +8,7 @@ the slots.
 
 import pytest
 import torch
-from kernels import same_bits
+from kernels import alternating, same_bits
 from reference import assert_equal_lists
 from test_density import inputs
 
@@ -31,11 +31,8 @@ def assert_close(results, expected):
     assert_equal_lists(results, expected, **tolerance)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size, dtype, index", alternating(SIZES), ids=str)
 @pytest.mark.parametrize("begin", [0.0, 1.5])
-@pytest.mark.parametrize(
-    ("dtype", "index"), [(torch.float32, torch.int32), (torch.float64, torch.int64)]
-)
 def test_sums_and_gradients_are_those_of_the_cpu(kernels, size, begin, dtype, index):
     n, K, functions, harmonics, rows = size
     arguments = inputs(n, K, functions, harmonics, rows, begin, dtype, index)

@@ -1,14 +1,24 @@
 """edge_force and edge_force_virial against the same sums in plain PyTorch: values, masked edges,
-wrong entries, derivatives."""
+wrong entries, derivatives, memory, and PyTorch's other modes."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from reference import assert_equal_lists, graph, pairs
+from reference import assert_equal_lists, graph, opcheck, order_reference, pairs
 from torch.autograd import gradcheck, gradgradcheck
 
-from calcops_jit import edge_force, edge_force_virial, edge_order, force_virial
+from calcops_jit import (
+    edge_force,
+    edge_force_virial,
+    edge_order,
+    force,
+    force_virial,
+    neighbor_index,
+)
 
 backward = torch.ops.calcops._edge_force_virial_backward
 
@@ -98,16 +108,6 @@ def test_forces_and_virial_have_the_signs_of_minus_the_gradient_of_an_energy(dev
     torch.testing.assert_close(atom_W.sum(0), W[0])
 
 
-def test_the_edges_of_a_neighbour_list_give_the_results_of_force_virial(device):
-    list_neigh, dE, Ri_d, Rij = pairs(1, 5, 2, 7, device=device)
-    F, W, atom_W = force_virial(list_neigh, dE, Ri_d, Rij, 2)
-    g = -torch.einsum("nkc,nkca->nka", dE[0], Ri_d[0].view(5, 7, 4, 3)).flatten(0, 1)
-    centre = torch.arange(5, device=device).repeat_interleave(7)
-    edge_index = torch.stack([centre, list_neigh[0].flatten().long()])
-    results = edge_force_virial(edge_index, g, Rij[0].flatten(0, 1), 7)
-    assert_equal_lists(results, (F[0], W, atom_W[0]), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("row", [0, 1])
 def test_values_of_a_masked_edge_never_matter_and_its_derivatives_are_zero(device, row):
     edge_index, gradient, vec, *rest = graph(device=device)
@@ -162,20 +162,12 @@ def test_an_error_names_the_argument_its_rule_and_its_value():
     names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
     good = dict(zip(names, (edge_index, gradient, vec, natoms, batch, frames), strict=True))
     for bad, message in (
-        ({"edge_index": edge_index.short()}, "`edge_index` int32 or int64, got Short"),
         ({"edge_index": edge_index.T}, "`edge_index` of shape [2, E], got [23, 2]"),
         ({"edge_gradient": gradient.half()}, "`edge_gradient` float32 or float64, got Half"),
-        ({"edge_gradient": gradient[1:]}, "`edge_gradient` of shape [E, 3] = [23, 3], got [22, 3]"),
         ({"edge_vec": vec.float()}, "`edge_vec` of dtype Double like `edge_gradient`, got Float"),
-        ({"edge_vec": vec[:, :2]}, "`edge_vec` of shape [E, 3] = [23, 3], got [23, 2]"),
         ({"edge_vec": None}, "`edge_vec` of shape [E, 3], got none"),
-        ({"edge_index": None}, "`edge_index` of shape [2, E], got none"),
-        ({"edge_gradient": None}, "`edge_gradient` of shape [E, 3], got none"),
         ({"batch": None, "nframes": 0}, "`nframes` >= 1 where `batch` is None, got 0"),
-        ({"natoms": -1}, "`natoms` >= 0, got -1"),
         ({"natoms": 2**63 - 1}, "`natoms` of at most 2^40, got 9223372036854775807"),
-        ({"nframes": -1}, "`nframes` >= 0, got -1"),
-        ({"batch": batch.float()}, "`batch` int32 or int64, got Float"),
         ({"batch": batch[1:]}, "`batch` of shape [natoms] = [7], got [6]"),
         ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got Long"),
     ):
@@ -200,16 +192,7 @@ def test_more_edges_than_an_order_can_count_are_refused(edges):
 
 def test_the_order_lists_the_ends_of_each_atom(device):
     edge_index = graph(device=device)[0]
-    order = edge_order(edge_index, 7).tolist()
-    edges = edge_index.shape[1]
-    masked = (edge_index < 0).any(0)
-    # The atoms at all ends of edges: the centres, then the neighbours. Masked edges have -1.
-    atoms = edge_index.masked_fill(masked, -1).flatten().tolist()
-    ends = []
-    for atom in range(7):
-        ends += [end for end, name in enumerate(atoms) if name == atom]
-        assert order[atom] == len(ends)
-    assert order[7:] == ends + [-1] * (2 * edges - len(ends))
+    assert torch.equal(edge_order(edge_index, 7).cpu(), order_reference(edge_index.cpu(), 7))
 
 
 def test_an_order_changes_no_bit_and_calcops_check_refuses_one_of_another_graph(
@@ -259,25 +242,6 @@ def test_third_derivatives_equal_the_reference(device):
 
     assert_equal_lists(
         derivatives(edge_force_virial), derivatives(reference_force_virial), rtol=1e-9, atol=1e-9
-    )
-
-
-@pytest.mark.parametrize(
-    "transform", ["jacrev", "jacfwd", "hessian", "jacfwd jacfwd", "jacrev jacrev"]
-)
-def test_torch_func_transforms_equal_the_reference(device, transform):
-    edge_index, *leaves, natoms, batch, frames = graph(**SMALL, device=device)
-
-    def apply(function):
-        def scalar(*x):
-            return sum((y**3).sum() for y in function(edge_index, *x, natoms, batch, frames))
-
-        for name in reversed(transform.split()):
-            scalar = getattr(torch.func, name)(scalar, argnums=(0, 1))
-        return torch.utils._pytree.tree_leaves(scalar(*leaves))
-
-    assert_equal_lists(
-        apply(edge_force_virial), apply(reference_force_virial), rtol=1e-9, atol=1e-9
     )
 
 
@@ -345,3 +309,221 @@ def test_every_element_of_results_and_gradients_is_written(device):
             assert x.isfinite().all()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# ---- few edges among very many atoms or frames, order of sums, memory ----------------------------
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("edges", [0, 1, 50])
+def test_few_edges_give_the_same_bits_among_many_atoms_as_among_few(dtype, index, edges):
+    edge_index, gradient, vec, natoms, batch, frames = graph(9, edges, 3, dtype, index)
+    few = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
+
+    # The same edges between some of many atoms, in the same order.
+    atoms = torch.randperm(MANY, generator=torch.Generator().manual_seed(1))[:natoms].sort().values
+    many_index = torch.where(edge_index < 0, -1, atoms[edge_index.long()]).to(index)
+    many_batch = torch.zeros(MANY, dtype=index)
+    many_batch[atoms] = batch
+    many_force = torch.zeros(MANY, 3, dtype=dtype)
+    many_force[atoms] = few[0]
+    many_atom_virial = torch.zeros(MANY, 3, 3, dtype=dtype)
+    many_atom_virial[atoms] = few[2]
+    expected = many_force, few[1], many_atom_virial
+    results = edge_force_virial(many_index, gradient, vec, MANY, many_batch, frames)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
+    assert torch.equal(edge_force(many_index, gradient, MANY), many_force)
+    columns = [x.mT.contiguous().mT for x in (gradient, vec)]
+    results = edge_force_virial(many_index, *columns, MANY, many_batch, frames)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("entry", [-2, MANY, 2**62])
+def test_a_wrong_entry_among_many_atoms_is_an_error(entry):
+    edge_index = torch.tensor([[0, 5, 7], [3, entry, 2]])
+    with pytest.raises(
+        RuntimeError, match=rf"`edge_index` entries .* got \(5, {entry}\) at edge 1"
+    ):
+        edge_force(edge_index, torch.ones(3, 3), MANY)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "any"])
+def test_frames_of_one_atom_have_its_virial_in_any_order_of_frames(order):
+    natoms = 2000
+    edge_index, gradient, vec, *_ = graph(natoms, 30_000)
+    batch = torch.arange(natoms)
+    batch = {"rising": batch, "falling": batch.flip(0), "any": torch.randperm(natoms)}[order]
+    _, virial, atom_virial = edge_force_virial(edge_index, gradient, vec, natoms, batch, natoms)
+    assert torch.equal(virial[batch], atom_virial)
+
+
+@pytest.mark.parametrize("edges", [5_000, 40_000, 70_000])
+@pytest.mark.parametrize("natoms", [700, 2_000, 5_000])
+def test_the_order_of_sums_is_the_same_for_all_dtypes_and_for_both_operators(natoms, edges):
+    edge_index, gradient, vec, _, batch, frames = graph(natoms, edges, 3, torch.float32)
+    expected = edge_force_virial(edge_index, gradient, vec, natoms, batch, frames)
+    results = edge_force_virial(edge_index.int(), gradient, vec, natoms, batch.int(), frames)
+    assert_equal_lists(results, expected, rtol=0, atol=0)
+    doubles = edge_force_virial(edge_index, gradient.double(), vec.double(), natoms, batch, frames)
+    assert_equal_lists([x.float() for x in doubles], expected, rtol=0, atol=0)
+    for index in (torch.int32, torch.int64):
+        assert torch.equal(edge_force(edge_index.to(index), gradient.double(), natoms), doubles[0])
+
+
+@pytest.mark.parametrize(("natoms", "neighbors"), [(700, 8), (2_000, 16), (1_000, 40)])
+def test_the_order_of_sums_over_a_list_is_the_same_for_all_dtypes(natoms, neighbors):
+    list_neigh, *values = pairs(1, natoms, 3, neighbors, torch.float32)
+    doubles = [x.double() for x in values]
+    expected = force_virial(list_neigh, *doubles, 3)
+    assert_equal_lists(force_virial(list_neigh.long(), *doubles, 3), expected, rtol=0, atol=0)
+    assert torch.equal(force(list_neigh, *doubles[:2], 3), expected[0])
+    assert torch.equal(force(list_neigh, *values[:2], 3), expected[0].float())
+
+
+def test_a_call_needs_at_most_a_quarter_more_memory_than_its_results():
+    """A process makes the calls. Its address space may grow by 1.25 times the size of the results,
+    which are the only ones at the time."""
+    code = """
+import resource, torch
+from calcops_jit import edge_force, edge_force_virial
+torch.set_num_threads(1)
+index, edges = torch.tensor([[0], [1]]), torch.ones(1, 3)
+edge_force_virial(index, edges, edges, 2)
+edge_force(index, edges, 2)
+for call, size in (
+    (lambda: edge_force(index, edges, 20_000_000), 240e6),
+    (lambda: edge_force_virial(index, edges, edges, 4_000_000), 192e6),
+    (lambda: edge_force_virial(index, edges, edges, 2, torch.tensor([0, 1]), 6_000_000), 216e6),
+):
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + int(1.25 * size)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    call()
+"""
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_too_little_memory_is_an_error_that_names_the_size():
+    code = """
+import resource, torch
+from calcops_jit import edge_force, edge_force_virial, edge_order, force, force_virial, neighbor_index
+resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+index, edges, list_neigh = torch.tensor([[0], [1]]), torch.ones(1, 3), torch.zeros(1, 1, 1, dtype=torch.int32)
+pairs = list_neigh, torch.ones(1, 1, 1, 4), torch.ones(1, 1, 4, 3)
+for call in (
+    lambda: edge_force(index, edges, 2**40),
+    lambda: edge_force_virial(index, edges, edges, 2**33),
+    lambda: edge_force_virial(index, edges, edges, 2, nframes=2**33),
+    lambda: edge_order(index, 2**33),
+    lambda: edge_order(index.int(), 2**40),
+    lambda: force(*pairs, 2**33),
+    lambda: force(*pairs, 600_000_000),  # memory for the result, not for the sums
+    lambda: force_virial(*pairs, torch.ones(1, 1, 1, 3), 2**40),
+    lambda: neighbor_index(list_neigh, 2**33),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    sizes = [
+        ("edge_force", "natoms", 2**40),
+        ("edge_force_virial", "natoms", 2**33),
+        ("edge_force_virial", "nframes", 2**33),
+        ("edge_order", "natoms", 2**33),
+        ("edge_order", "natoms", 2**40),
+        ("force", "nghost", 2**33),
+        ("force", "nghost", 600_000_000),
+        ("force_virial", "nghost", 2**40),
+        ("neighbor_index", "nghost", 2**33),
+    ]
+    assert run.stdout.splitlines() == [
+        f"calcops::{operator}: expected `{argument}` for which memory suffices, got {size}"
+        for operator, argument, size in sizes
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_vmap_of_edge_order_and_neighbor_index_equals_a_loop_without_a_warning():
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    lists = torch.randint(-1, 7, (3, 2, 4, 5))
+    for function in (lambda x: edge_order(x.flatten(1), 7), lambda x: neighbor_index(x, 3)):
+        expected = torch.stack([function(x) for x in lists])
+        for dimension in (0, 1):
+            results = torch.vmap(function, dimension)(lists.transpose(0, dimension))
+            assert torch.equal(results, expected)
+
+
+# ---- opcheck, torch.compile and torch.export -----------------------------------------------------
+
+
+def test_opcheck_passes(device):
+    inputs = differentiable_graph(**SMALL, device=device)
+    edge_index, gradient, _, natoms, *_ = inputs
+    order = edge_order(edge_index, natoms)
+    opcheck(edge_order, (edge_index, natoms))
+    opcheck(edge_force, (edge_index, gradient, natoms), {"edge_order": order})
+    opcheck(edge_force_virial, inputs)
+    opcheck(edge_force_virial, inputs[:4])
+    upstream = [x.detach().requires_grad_() for x in edge_force_virial(*inputs)]
+    opcheck(backward, (*upstream, *inputs, [True, True]))
+    of_force = upstream[0], None, None, edge_index, gradient, None, natoms, None, 1, [True, False]
+    opcheck(backward, of_force)
+
+
+def force_matching(edge_index, g, v, positions):
+    F, W, _ = torch.ops.calcops.edge_force_virial(edge_index, g.sin(), v, positions.shape[0])
+    return F + positions, W
+
+
+def test_compile_makes_one_graph_for_all_sizes_with_the_results_and_gradients_of_eager(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(force_matching, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for natoms, edges in ((7, 23), (9, 40), (11, 31)):
+            edge_index, g, v, *_ = differentiable_graph(natoms=natoms, edges=edges, device=device)
+            positions = torch.zeros(natoms, 3, dtype=torch.float64, device=device)
+            results = []
+            for function in (compiled, force_matching):
+                F, W = function(edge_index, g, v, positions)
+                gradients = torch.autograd.grad(F.square().sum() + W.square().sum(), (g, v))
+                results.append((F, W, *gradients))
+            assert_equal_lists(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_compile_takes_an_unbacked_number_of_edges():
+    torch._dynamo.reset()
+    edge_index, g, v, *_ = graph()
+    for x, dimension in ((edge_index, 1), (g, 0), (v, 0)):
+        torch._dynamo.decorators.mark_unbacked(x, dimension)
+    compiled = torch.compile(force_matching, fullgraph=True, backend="aot_eager")
+    positions = torch.zeros(7, 3, dtype=torch.float64)
+    expected = force_matching(edge_index, g, v, positions)
+    assert_equal_lists(compiled(edge_index, g, v, positions), expected, rtol=0, atol=0)
+
+
+def test_an_exported_program_runs_at_other_sizes():
+    class Model(torch.nn.Module):
+        def forward(self, *inputs):
+            return force_matching(*inputs)
+
+    def example(natoms, edges):
+        edge_index, g, v, *_ = graph(natoms=natoms, edges=edges)
+        return edge_index, g, v, torch.zeros(natoms, 3, dtype=torch.float64)
+
+    edges = torch.export.Dim("edges", min=2)
+    atoms = torch.export.Dim("atoms", min=2)
+    shapes_of_inputs = ({1: edges}, {0: edges}, {0: edges}, {0: atoms})
+    # The model takes *inputs, which is one argument for torch.export.
+    shapes = (shapes_of_inputs,)
+    program = torch.export.export(Model(), example(7, 23), dynamic_shapes=shapes)
+    for sizes in ((7, 23), (3, 90), (20, 5)):
+        inputs = example(*sizes)
+        assert_equal_lists(program.module()(*inputs), force_matching(*inputs), rtol=0, atol=0)

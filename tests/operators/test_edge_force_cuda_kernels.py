@@ -7,7 +7,7 @@ threads. A frame's atoms are divided among several blocks, with at least 1,024 a
 
 import pytest
 import torch
-from kernels import same_bits
+from kernels import alternating, same_bits
 from reference import assert_equal_lists, graph
 
 from calcops_jit import edge_order
@@ -38,10 +38,7 @@ def assert_close(results, expected):
     assert_equal_lists(results, expected, **tolerance)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "index"), [(torch.float32, torch.int32), (torch.float64, torch.int64)]
-)
+@pytest.mark.parametrize("size, dtype, index", alternating(SIZES), ids=str)
 def test_forces_virials_and_gradients_are_those_of_the_cpu(kernels, size, dtype, index):
     natoms, edges, frames = size
     edge_index, gradient, vec, _, batch, _ = graph(

@@ -1,10 +1,18 @@
 """calcops::environment_spline against plain PyTorch: values, derivatives up to third order, empty
-slots, pairs beyond the cutoff, R[0] outside the grid."""
+slots, pairs beyond the cutoff, R[0] outside the grid, transforms, errors."""
 
 import math
 
 import pytest
 import torch
+from fuzz import DTYPES, INDICES, check_calls
+from reference import (
+    assert_compiles_and_exports,
+    assert_empty_slots_never_matter,
+    assert_modes_agree,
+    assert_strides_and_threads_change_no_bit,
+    opcheck,
+)
 
 import calcops_jit
 
@@ -102,9 +110,8 @@ def smooth_inputs(spline="quintic"):
 
 @pytest.mark.parametrize("spline", DEGREES)
 @pytest.mark.parametrize("functions", [6, 7, 16, 61])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_sums_are_those_of_plain_pytorch(spline, functions, index):
-    arguments = inputs(functions=functions, spline=spline, index=index)
+def test_sums_are_those_of_plain_pytorch(spline, functions):
+    arguments = inputs(functions=functions, spline=spline)
     torch.testing.assert_close(
         environment_spline(*arguments), reference(*arguments), rtol=1e-12, atol=1e-12
     )
@@ -185,16 +192,7 @@ def test_forward_and_reverse_mode_agree_in_every_mixture():
     def scalar(d):
         return (environment_spline(d, *rest) * weights).sum()
 
-    rev, fwd = torch.func.jacrev, torch.func.jacfwd
-    expected = rev(rev(rev(scalar)))(d)
-    for outer, middle, inner in (
-        (fwd, rev, rev),
-        (rev, fwd, rev),
-        (rev, rev, fwd),
-        (fwd, fwd, fwd),
-    ):
-        result = outer(middle(inner(scalar)))(d)
-        torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+    assert_modes_agree(scalar, d, rtol=1e-9, atol=1e-9)
 
 
 def test_empty_slots_and_pairs_beyond_the_cutoff_add_exactly_nothing():
@@ -204,19 +202,9 @@ def test_empty_slots_and_pairs_beyond_the_cutoff_add_exactly_nothing():
     assert (r[kind >= 0] >= RCUT).any()
     P = environment_spline(d, torch.where(is_left_out, -1, kind), *rest)
     assert torch.equal(environment_spline(d, kind, *rest), P)
-
-    dirty = d.masked_fill((kind < 0).unsqueeze(-1), math.nan).requires_grad_()
-    dirty_P = environment_spline(dirty, kind, *rest)
-    assert torch.equal(dirty_P, P)
-    (grad,) = torch.autograd.grad(dirty_P.square().sum(), dirty, create_graph=True)
-    assert (grad[is_left_out] == 0).all()
-    assert grad.isfinite().all()
-    (second,) = torch.autograd.grad(grad.square().sum(), dirty)
-    assert (second[is_left_out] == 0).all()
-    assert second.isfinite().all()
-    tangent = torch.ones_like(d).masked_fill(is_left_out.unsqueeze(-1), math.nan)
-    _, along = torch.func.jvp(lambda d: environment_spline(d, kind, *rest), (dirty,), (tangent,))
-    assert along.isfinite().all()
+    assert_empty_slots_never_matter(
+        lambda d: environment_spline(d, kind, *rest), kind < 0, is_left_out, d
+    )
 
 
 def test_a_pair_at_exactly_the_cutoff_adds_nothing():
@@ -308,14 +296,130 @@ def test_empty_sizes_give_zeros_of_the_right_shape():
 
 def test_strides_and_threads_change_no_bit():
     d, kind, *rest = inputs(n=200)
-    expected = environment_spline(d, kind, *rest)
-    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (d, kind)]
-    assert not strided[0].is_contiguous()
-    assert torch.equal(environment_spline(*strided, *rest), expected)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(environment_spline(d, kind, *rest), expected)
-    finally:
-        torch.set_num_threads(threads)
+    assert_strides_and_threads_change_no_bit(
+        lambda *tensors: [environment_spline(*tensors, *rest)], d, kind
+    )
+
+
+# ---- vmap, torch.compile and torch.export, errors ------------------------------------------------
+
+
+NAMES = "d", "kind", "davg", "dstd", "grid", "functions", "rcut_smth", "rcut", "spline"
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_vmap_over_atoms_with_one_grid_and_with_a_grid_each_equals_a_loop(chunk):
+    d, kind, davg, dstd, grid, *rest = inputs(n=6)
+    d = d.view(3, 2, 9, 3)
+    kind = kind.view(3, 2, 9)
+
+    def sums(d, kind, grid):
+        return environment_spline(d, kind, davg, dstd, grid, *rest)
+
+    expected = torch.stack([sums(*item, grid) for item in zip(d, kind)])
+    result = torch.vmap(sums, (0, 0, None), chunk_size=chunk)(d, kind, grid)
+    assert torch.equal(result, expected)
+    grids = torch.stack([grid, 2 * grid, 3 * grid])
+    expected = torch.stack([sums(*item) for item in zip(d, kind, grids)])
+    assert torch.equal(torch.vmap(sums)(d, kind, grids), expected)
+
+
+def test_hessians_under_vmap_equal_a_loop():
+    d, kind, *rest = smooth_inputs()
+    d = d.detach()
+
+    def energy(d, kind):
+        return environment_spline(d[None], kind[None], *rest).square().sum()
+
+    hessians = torch.vmap(torch.func.hessian(energy))(d, kind)
+    expected = torch.stack([torch.func.hessian(energy)(*item) for item in zip(d, kind)])
+    torch.testing.assert_close(hessians, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
+    d, kind, *rest = inputs(K=4)
+    d.requires_grad_()
+    opcheck(torch.ops.calcops.environment_spline.default, (d, kind, *rest))
+    directions = torch.randn(5, 4, 2, 3, dtype=torch.float64, requires_grad=True)
+    opcheck(torch.ops.calcops._environment_spline_along.default, (d, kind, *rest, directions))
+    upstream = torch.randn(5, 4, 3, 16, dtype=torch.float64, requires_grad=True)
+    backward = torch.ops.calcops._environment_spline_backward.default
+    opcheck(backward, (upstream, d, kind, *rest, None))
+    one = directions.detach()[:, :, :1].requires_grad_()  # opcheck differentiates once more
+    opcheck(backward, (upstream, d, kind, *rest, one))
+
+    def of_tensors(d, kind, davg, dstd, grid):
+        return environment_spline(d, kind, davg, dstd, grid, *rest[3:])
+
+    slots = {0: torch.export.Dim("n"), 1: torch.export.Dim("K")}
+    other = inputs(n=8, K=3, seed=5)[:5]
+    assert_compiles_and_exports(
+        of_tensors, (d, kind, *rest[:3]), (slots, slots, None, None, None), other
+    )
+
+
+def test_more_than_three_directions_are_refused():
+    directions = torch.zeros(5, 9, 4, 3, dtype=torch.float64)
+    d, kind, *rest = inputs()
+    with pytest.raises(RuntimeError, match="D < 4"):
+        torch.ops.calcops._environment_spline_along(d.double(), kind, *rest, directions)
+
+
+def arguments_of(**sizes):
+    return dict(zip(NAMES, inputs(**sizes)))
+
+
+def random_arguments(draw, seed):
+    return arguments_of(
+        n=draw.choice([0, 1, 3]),
+        K=draw.choice([0, 1, 6]),
+        functions=draw.choice([6, 7, 16]),
+        spline=draw.choice([*DEGREES]),
+        dtype=draw.choice(DTYPES),
+        index=draw.choice(INDICES),
+        seed=seed,
+    )
+
+
+def test_any_call_gives_the_references_results_or_names_an_argument(one_thread):
+    check_calls(environment_spline, random_arguments, reference, range(200))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"functions": 5}, "expected `functions`"),
+        ({"rcut": 1.0}, "expected `rcut` > `rcut_smth` = 1, got 1"),
+        ({"rcut": math.nan}, "expected `rcut` > `rcut_smth` = 1, got nan"),
+        ({"rcut_smth": -1.0}, "expected `rcut_smth` >= 0, got -1"),
+        ({"spline": "linear"}, "expected `spline`"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
+    with pytest.raises(RuntimeError) as error:
+        environment_spline(**arguments_of() | changes)
+    assert "calcops::environment_spline: " in str(error.value), error.value
+    assert message in str(error.value), error.value
+
+
+@pytest.mark.parametrize("rcut", [1.0, 0.5, math.nan])
+def test_a_cutoff_that_is_too_small_is_an_error_without_data_too(rcut):
+    arguments = arguments_of() | {"rcut": rcut}
+    message = "expected `rcut` > `rcut_smth` = 1, got"
+    on_meta = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in arguments.items()}
+    with pytest.raises(RuntimeError, match=message):
+        environment_spline(**on_meta)
+    compiled = torch.compile(environment_spline, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=message):
+        compiled(**arguments)
+
+
+def test_constants_of_any_value_read_no_memory_out_of_bounds():
+    """AddressSanitizer (make test config=asan) finds such a read, or the process crashes."""
+    d, kind, davg, dstd, grid, *rest = inputs()
+    for value in (0.0, math.nan, math.inf, -1e300):
+        for i in range(3):
+            constants = [davg, dstd, grid]
+            constants[i] = torch.full_like(constants[i], value)
+            leaf = d.clone().requires_grad_()
+            environment_spline(leaf, kind, *constants, *rest).sum().backward()

@@ -7,7 +7,7 @@ backward kernel a thread has a slot.
 
 import pytest
 import torch
-from kernels import same_bits
+from kernels import alternating, same_bits
 from reference import assert_equal_lists
 from test_environment_spline import inputs
 
@@ -22,11 +22,8 @@ def assert_close(results, expected):
     assert_equal_lists(results, expected, **tolerance)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size, dtype, index", alternating(SIZES), ids=str)
 @pytest.mark.parametrize("spline", ["quintic", "cubic"])
-@pytest.mark.parametrize(
-    ("dtype", "index"), [(torch.float32, torch.int32), (torch.float64, torch.int64)]
-)
 def test_sums_and_gradients_are_those_of_the_cpu(kernels, size, spline, dtype, index):
     n, K, functions = size
     arguments = inputs(n, K, functions, spline, dtype, index)

@@ -5,7 +5,6 @@ at which the kernels branch, and wrong entries.
 """
 
 import pytest
-import reference
 import torch
 from kernels import launches
 from reference import assert_equal_lists, neighbor_force, pairs
@@ -92,41 +91,6 @@ def test_frames_of_more_than_2_to_the_31_elements_have_the_bits_of_single_frames
         assert_equal_lists([x[part] for x in whole], alone, rtol=0, atol=0)
         alone = backward(*upstream_of_frame, *inputs_of_frame, 0, True, [True] * 3)
         assert_equal_lists([x[part] for x in gradient], alone, rtol=0, atol=0)
-
-
-def test_a_million_atoms_of_500_slots_equal_a_chunked_reference(gpu):
-    expect_free_memory(100)
-    size = (1, 1_000_000, 500)
-    inputs = [torch.randint(-1, size[1], size, device=gpu, dtype=torch.int32)]
-    inputs += [torch.randn(*size, *shape, device=gpu) for shape in ((4,), (4, 3), (3,))]
-    results = force_virial(*inputs)
-    expected = reference.chunked_force_virial(*inputs)
-    # The approximate number of terms in the sums of a force, of the virial and of an atom's virial.
-    terms = (1e3, 1e9, 1e3)
-    for result, value, count in zip(results, expected, terms, strict=True):
-        torch.testing.assert_close(result.double(), value, rtol=2.0**-23, atol=1e-14 * count)
-    torch.testing.assert_close(force(*inputs[:3]), results[0], rtol=2.0**-23, atol=0)
-
-    upstream = [torch.randn_like(x) for x in results]
-    gF, gV, gAV = (x[0].double() for x in upstream)
-    gradient = backward(*upstream, *inputs, 0, True, [True] * 3)
-    for first in range(0, size[1], size[1] // 10):
-        part = (0, slice(first, first + 1000))
-        list_neigh = inputs[0][part].long()
-        dE, Ri_d, Rij = (x[part].double() for x in inputs[1:])
-        live = list_neigh >= 0
-        j = list_neigh.clamp(min=0)
-        # The gradient by its formula in ops/force/force.h.
-        U = gV + gAV[j]
-        e = gF[j] - gF[part[1], None] + torch.einsum("nkab,nkb->nka", U, Rij)
-        expected = [
-            torch.einsum("nkca,nka->nkc", Ri_d, e),
-            torch.einsum("nkc,nka->nkca", dE, e),
-            torch.einsum("nkab,nkc,nkca->nkb", U, dE, Ri_d),
-        ]
-        for result, value in zip(gradient, expected, strict=True):
-            value *= live.view(*live.shape, *[1] * (value.dim() - 2))
-            torch.testing.assert_close(result[part].double(), value, rtol=2.0**-23, atol=1e-11)
 
 
 # ---- wrong entries -------------------------------------------------------------------------------
@@ -251,25 +215,6 @@ def test_a_call_launches_at_most_six_kernels_and_its_backward_three(gpu, natoms)
 
 
 # ---- bit for bit ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_100_repeats_beside_other_work_give_the_same_bits(gpu, dtype):
-    inputs = pairs(2, 3000, 100, 90, dtype, device=gpu)
-    upstream = upstream_of(*inputs[:2], 100)
-    expected = gradients(upstream, *inputs, nghost=100)
-    noise = torch.randn(1 << 20, device=gpu)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    results = []
-    for repeat in range(100):
-        with torch.cuda.stream(streams[repeat % 4]):
-            result = gradients(upstream, *inputs, nghost=100)
-        results.append(result if repeat % 10 == 0 else result[:3])
-        noise.sort()  # occupies multiprocessors, so blocks run in another order
-    torch.cuda.synchronize()
-    for result in results:
-        assert_equal_lists(result, expected[: len(result)], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

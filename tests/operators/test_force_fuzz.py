@@ -1,47 +1,15 @@
-"""Random calls of the force operators give the reference's results or a documented error.
+"""Random calls of the force operators give the reference's results or a documented error."""
 
-A call begins as a valid one, with random sizes, dtypes, strides and device. In most calls one
-argument is then changed. An unchanged call must succeed. A call that succeeds must have the
-reference's results. One that fails must name an argument: "calcops::op: expected `argument` ...,
-got ...".
-"""
-
-import random
-import re
+import functools
 
 import pytest
 import reference
 import torch
+from fuzz import DTYPES, INDICES, check_calls
+from reference import index_reference, order_reference
 from test_edge_force import reference_force_virial
 
 import calcops_jit
-
-DTYPES = [torch.float32, torch.float64]
-INDICES = [torch.int32, torch.int64]
-OTHER_DTYPES = [
-    torch.float16,
-    torch.bfloat16,
-    torch.int16,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    *DTYPES,
-    *INDICES,
-]
-ENTRIES = [-1, 0, 1, -2, -(2**31), 2**31 - 1, 5, 6, 2**62]
-COUNTS = [-(2**63), -1, 0, 1, 2**41, 2**63 - 1]
-
-
-def strided(x, draw):
-    """Return the same values with random strides, or shifted by one element in memory."""
-    way = draw.choice(["rows", "rows", "columns", "every second", "with an offset"])
-    if way == "columns" and x.dim() > 1:
-        return x.mT.contiguous().mT
-    if way == "every second" and x.dim() > 0:
-        return x.repeat_interleave(2, -1)[..., ::2]
-    if way == "with an offset":
-        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) if x.numel() else x
-    return x
 
 
 def neighbour_list(draw, seed):
@@ -75,37 +43,6 @@ def edges(draw, seed):
     values = reference.graph(natoms, count, frames, dtype, draw.choice(INDICES), seed=seed)
     names = ("edge_index", "edge_gradient", "edge_vec", "natoms", "batch", "nframes")
     return dict(zip(names, values, strict=True))
-
-
-def index_reference(list_neigh, nghost=0):
-    """Return neighbor_index in plain Python: where the slots of each atom end, then the slots."""
-    frames, rows = len(list_neigh), list_neigh.shape[1] + nghost
-    results = []
-    for frame in list_neigh.flatten(1).tolist():
-        ends = []
-        slots = []
-        for row in range(rows):
-            slots += [slot for slot, j in enumerate(frame) if j == row]
-            ends.append(len(slots))
-        results.append(ends + slots + [-1] * (len(frame) - len(slots)))
-    width = rows + list_neigh.shape[1:].numel()
-    return torch.tensor(results, dtype=torch.int32).reshape(frames, width)
-
-
-def order_reference(edge_index, natoms):
-    """Return edge_order: the neighbor_index of a list with both rows of the valid edges."""
-    is_valid = ((edge_index >= 0) & (edge_index < natoms)).all(0)
-    ends = torch.where(is_valid, edge_index.long(), -1).reshape(1, 1, -1)
-    if natoms == 0:
-        return torch.full((ends.numel(),), -1, dtype=torch.int32)
-    return index_reference(ends, natoms - 1)[0]  # the list has one atom, so the others are ghosts
-
-
-def doubled(values):
-    def widened(x):
-        return x.double() if torch.is_tensor(x) and x.is_floating_point() else x
-
-    return {name: widened(value) for name, value in values.items()}
 
 
 def pairs_reference(list_neigh, dE, Ri_d, Rij=None, nghost=0, center=True, **_):
@@ -174,104 +111,20 @@ def valid_arguments(name, draw, seed):
     if draw.random() < 0.3 and "batch" in arguments:
         arguments |= dict(batch=None, nframes=1)
     names = [argument.name for argument in getattr(calcops_jit, name).default._schema.arguments]
-    return {
-        key: strided(value, draw) if torch.is_tensor(value) else value
-        for key, value in arguments.items()
-        if key in names
-    }
+    return {key: value for key, value in arguments.items() if key in names}
 
 
-def change(arguments, draw):
-    """Change one argument. The call may stay valid."""
-    name = draw.choice(sorted(arguments))
-    value = arguments[name]
-    if not torch.is_tensor(value):
-        if value is not None:
-            arguments[name] = draw.choice(COUNTS)
-        return
-    way = draw.choice(["none", "dtype", "shape", "dimension", "device", "entry", "entry"])
-    if way == "none":
-        value = None
-    elif way == "dtype":
-        value = value.to(draw.choice(OTHER_DTYPES))
-    elif way == "shape" and value.dim():
-        dimension = draw.randrange(value.dim())
-        doubled = value.repeat_interleave(2, dimension)
-        value = doubled if draw.random() < 0.5 else value.narrow(dimension, 0, 0)
-    elif way == "dimension":
-        value = value.unsqueeze(0) if draw.random() < 0.5 or not value.dim() else value.flatten()
-    elif way == "device":
-        value = value.to("meta")
-    elif way == "entry" and value.numel() and value.dtype in INDICES:
-        value = value.clone(memory_format=torch.contiguous_format)
-        entry = draw.choice(ENTRIES)
-        if value.dtype == torch.int64 or -(2**31) <= entry < 2**31:
-            value.view(-1)[draw.randrange(value.numel())] = entry
-    arguments[name] = value
-
-
-def tensors(results):
-    return [results] if torch.is_tensor(results) else list(results)
-
-
-def check_meta(operator, arguments):
-    """Compare the shapes of the results for meta tensors with those for zeros and empty lists."""
-    on_meta = {}
-    on_cpu = {}
-    for name, value in arguments.items():
-        on_meta[name] = on_cpu[name] = value
-        if torch.is_tensor(value):
-            fill = -1 if name in ("list_neigh", "edge_index") else 0
-            on_meta[name] = value.to("meta")
-            on_cpu[name] = torch.full_like(value, fill)
-    shapes = [x.shape for x in tensors(operator(**on_meta))]
-    assert shapes == [x.shape for x in tensors(operator(**on_cpu))]
-
-
-def check(name, seed):
-    operator = getattr(calcops_jit, name)
-    draw = random.Random(f"{name} {seed}")
-    arguments = valid_arguments(name, draw, seed)
-    is_changed = draw.random() < 0.6
-    if is_changed:
-        change(arguments, draw)
-    elif draw.random() < 0.2 and not name.startswith("calculate"):
-        check_meta(operator, arguments)
-        return
-    try:
-        results = tensors(operator(**arguments))
-    except RuntimeError as error:
-        assert is_changed, error
-        line = str(error).splitlines()[0]
-        argument = re.match(r"(?:calcops|CalcOps)::_?\w+: expected `(\w+)` .*, got ", line)
-        shapes = {key: getattr(value, "shape", value) for key, value in arguments.items()}
-        assert argument, f"{line}\n{shapes}"
-        assert argument[1] in arguments, f"{line}\n{shapes}"
-        return
-    if any(x.is_meta for x in results):
-        return
-    expected = tensors(OPERATORS[name][1](**doubled(arguments)))
-    for result, value in zip(results, expected, strict=True):
-        tolerance = 1e-5 if result.dtype == torch.float32 else 1e-11
-        torch.testing.assert_close(
-            result, value.to(result.dtype), rtol=tolerance, atol=tolerance, equal_nan=True
-        )
-
-
-def check_all(name, first, count):
-    for seed in range(first, first + count):
-        try:
-            check(name, seed)
-        except Exception as error:
-            raise AssertionError(f"check({name!r}, {seed}): {error}") from error
+def check_operator(name, numbers):
+    arguments = functools.partial(valid_arguments, name)
+    check_calls(getattr(calcops_jit, name), arguments, OPERATORS[name][1], numbers)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_any_call_gives_the_references_results_or_names_an_argument(name, one_thread):
-    check_all(name, 0, 200)
+    check_operator(name, range(200))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPERATORS)
 def test_many_calls_give_the_references_results_or_name_an_argument(name, one_thread):
-    check_all(name, 200, 50_000)
+    check_operator(name, range(200, 50_000))

@@ -1,7 +1,9 @@
-"""The operators' library as a whole: warnings, documentation, C++ programs and a new operator."""
+"""The operators' library as a whole: warnings, documentation, C++ programs, a new operator, CUDA
+sources."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import generate_docs
 import pytest
 import torch
-from test_layout import ROOT, SOURCES, code, name
+from test_layout import ROOT, name
+from torch.utils import cpp_extension
 
 import calcops_jit
 from _calcops_jit import cuda as toolkit
@@ -46,37 +49,6 @@ def test_the_runtime_compiles_without_a_warning():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.skipif(
-    toolkit.find_toolkit()[0] != "", reason="with nvcc, test_cuda.py builds all for CUDA"
-)
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if p.suffix == ".cpp" and "_NO_CUDA" in code(p)], ids=name
-)
-def test_the_cuda_part_of_a_unit_compiles_without_a_toolkit(path):
-    """The headers of the CUDA runtime come with PyTorch's wheels."""
-    site = Path(torch.__file__).parent.parent
-    folders = [ROOT / "ops", site / "torch/include", site / "torch/include/torch/csrc/api/include"]
-    folders += [p.parent for p in site.glob("nvidia/*/include/cuda_runtime_api.h")]
-    if len(folders) == 3:
-        pytest.skip("this PyTorch came without cuda_runtime_api.h")
-    standard = "c++20" if torch.__version__ >= "2.13" else "c++17"
-    options = [
-        "-fsyntax-only",
-        f"-std={standard}",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-DAT_PER_OPERATOR_HEADERS",
-    ]
-    options += ["--param=ggc-min-heapsize=1048576", f"-I{folders[0]}"]
-    for folder in folders[1:]:
-        options += ["-isystem", str(folder)]
-    result = subprocess.run(
-        [os.environ.get("CXX", "g++"), *options, str(path)], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-
-
 def test_the_operator_of_the_readme_builds_and_has_every_derivative(tmp_path):
     readme = (ROOT / "ops" / "README.md").read_text()
     (tmp_path / "weighted_sum").mkdir()
@@ -89,9 +61,12 @@ def test_the_operator_of_the_readme_builds_and_has_every_derivative(tmp_path):
     script = """
 import sys, torch
 from torch.autograd import gradcheck, gradgradcheck
-from _calcops_jit import library, request
-library.obtain(request.own(root=sys.argv[1], name="weighted"))
-weighted_sum = torch.ops.calcops.weighted_sum
+import calcops_jit
+from pathlib import Path
+sources = [*Path(sys.argv[1]).glob("*/*.cpp"), *Path(sys.argv[1]).glob("*/*.cu")]
+flags = ["-fopenmp", "-Wall"]
+calcops_jit.load("weighted", sources, flags, extra_ldflags=flags, extra_include_paths=sys.argv[1])
+weighted_sum = torch.ops.weighted.weighted_sum
 x, weights = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
 assert torch.equal(weighted_sum(x, weights), (x * weights).sum(1))
 assert gradcheck(weighted_sum, (x, weights), check_forward_ad=True, check_batched_grad=True)
@@ -104,32 +79,12 @@ try:
 except RuntimeError as error:
     print(str(error).splitlines()[0])
 """
-    environment = os.environ | {"CALCOPS_CUDA": "1" if toolkit.find_toolkit()[0] else "0"}
+    environment = os.environ | {"CALCOPS_BUILD": "0"}
     command = [sys.executable, "-c", script, tmp_path]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    expected = "calcops::weighted_sum: expected `weights` of shape [N, K] = [3, 4], got [2, 4]"
+    expected = "weighted::weighted_sum: expected `weights` of shape [N, K] = [3, 4], got [2, 4]"
     assert run.stdout.splitlines()[-1] == expected
-
-
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.name.endswith("_math.h")], ids=name)
-@pytest.mark.parametrize("standard", ["c++17", "c++20"])
-def test_headers_of_formulas_are_valid_in_cpp17_and_cpp20(path, standard):
-    options = [
-        "-x",
-        "c++",
-        "-fsyntax-only",
-        f"-std={standard}",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{ROOT / 'ops'}",
-    ]
-    options += ['-DCALCOPS_NO_CUDA="none"', "-include", str(path), "/dev/null"]
-    result = subprocess.run(
-        [os.environ.get("CXX", "g++"), *options], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def test_generated_documentation_is_up_to_date():
@@ -203,3 +158,72 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
     )
     # The forces of both pairs cancel. calculateForce adds the neighbours' part, 2, to 7.
     assert result.stdout.split() == ["0", "4", "2", "9", "5", "7"], result.stderr
+
+
+# ---- CUDA sources, without a GPU -----------------------------------------------------------------
+
+
+OPS = ROOT / "ops"
+NVCC = shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin") or shutil.which("nvcc")
+INTEGERS = {
+    "unsigned",
+    "unsigned int",
+    "unsigned long long",
+    "uint32_t",
+    "uint64_t",
+    "int",
+    "int32_t",
+}
+
+
+@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
+def test_no_atomic_touches_a_float(source):
+    text = re.sub(r"//.*", "", source.read_text())
+    calls = re.findall(r"\batomic\w*\(([^,]*),", text)
+    calls += re.findall(r"\batomic_ref\b.*|\bred\.\w+.*", text)
+    for call in calls:  # for example "work.counts + row", whose target is `counts`
+        target = re.findall(r"\w+", call.split("+")[0])[-1]
+        types = re.findall(rf"([\w ]+?)\s*\*\s*{target}\b", text)
+        assert types, call
+        assert {type.strip().removeprefix("const ") for type in types} <= INTEGERS, (call, types)
+
+
+@pytest.mark.long  # a foreign program
+@pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
+@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
+def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
+    """nvcc compiles here as C++17, the oldest standard that PyTorch uses.
+
+    test_cuda.py compiles with the standard of the installed PyTorch.
+    """
+    ptx = tmp_path / "out.ptx"
+    command = [
+        NVCC,
+        "-ptx",
+        "-std=c++17",
+        "-arch=compute_80",
+        "-Werror",
+        "all-warnings",
+        "-I",
+        str(OPS),
+    ]
+    # LD_PRELOAD holds a sanitizer in some runs of the tests; nvcc runs without it.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    run = subprocess.run(
+        [*command, str(source), "-o", str(ptx)], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    atomics = re.findall(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", ptx.read_text(), re.MULTILINE)
+    assert not [name for name in atomics if re.search(r"\.b?f(16|32|64)", name)], set(atomics)
+    # Shows that the pattern matches: a source with atomics has some in its PTX.
+    assert bool(atomics) == ("atomic" in source.read_text())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_sanitizer_says_so_and_skips():
+    command = [sys.executable, ROOT / "bench" / "gpu_check.py", "sanitize"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert run.returncode == 0
+    assert run.stdout == "gpu_check: skipped, no GPU is visible to PyTorch\n"

@@ -5,7 +5,13 @@ import math
 
 import pytest
 import torch
-from reference import assert_equal_lists, opcheck
+from fuzz import DTYPES, INDICES, check_calls
+from reference import (
+    assert_compiles_and_exports,
+    assert_empty_slots_never_matter,
+    assert_strides_and_threads_change_no_bit,
+    opcheck,
+)
 
 import calcops_jit
 
@@ -96,10 +102,9 @@ def test_values_of_every_order_are_those_of_the_polynomials(M, order):
     torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-11)
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("M", M_OF_BLOCKS)
-def test_gradients_are_those_of_autograd(M, index):
-    x, R, kind, table, grid = inputs(M=M, index=index)
+def test_gradients_are_those_of_autograd(M):
+    x, R, kind, table, grid = inputs(M=M)
     upstream = torch.randn(5, 4, M, dtype=torch.float64)
     leaves = [x.clone().requires_grad_(), R.clone().requires_grad_()]
     of_x, of_R = torch.autograd.grad(tabulated_sum(*leaves, kind, table, grid), leaves, upstream)
@@ -138,28 +143,9 @@ def test_derivatives_of_first_to_third_order_are_right():
 def test_values_in_an_empty_slot_never_matter():
     x, R, kind, table, grid = inputs()
     empty = kind < 0
-    leaves = [t.clone().requires_grad_() for t in (x, R)]
-    T = tabulated_sum(*leaves, kind, table, grid)
-    clean = torch.autograd.grad(T.square().sum(), leaves)
-    dirty = [t.clone() for t in (x, R)]
-    for t in dirty:
-        t[empty] = math.nan
-        t.requires_grad_()
-    T_dirty = tabulated_sum(*dirty, kind, table, grid)
-    assert torch.equal(T, T_dirty)
-    grads = torch.autograd.grad(T_dirty.square().sum(), dirty, create_graph=True)
-    assert_equal_lists(grads, clean)
-    assert all((grad[empty] == 0).all() for grad in grads)
-    second = torch.autograd.grad(sum(grad.square().sum() for grad in grads), dirty)
-    assert all((grad[empty] == 0).all() for grad in second)
-    assert all(grad.isfinite().all() for grad in second)
-    tangents = [torch.ones_like(t) for t in dirty]
-    for tangent in tangents:
-        tangent[empty] = math.nan
-    _, slope = torch.func.jvp(
-        lambda *t: tabulated_sum(*t, kind, table, grid), tuple(dirty), tuple(tangents)
+    assert_empty_slots_never_matter(
+        lambda x, R: tabulated_sum(x, R, kind, table, grid), empty, empty, x, R
     )
-    assert slope.isfinite().all()
 
 
 def test_the_order_of_empty_slots_changes_no_bit():
@@ -202,17 +188,9 @@ def test_empty_sizes_give_zeros_of_the_right_shape():
 
 def test_strides_and_threads_change_no_bit():
     x, R, kind, table, grid = inputs(n=200)
-    expected = tabulated_sum(x, R, kind, table, grid)
-    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, R, kind)]
-    assert not strided[0].is_contiguous()
-    assert torch.equal(tabulated_sum(*strided, table, grid), expected)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(tabulated_sum(x, R, kind, table, grid), expected)
-    finally:
-        torch.set_num_threads(threads)
+    assert_strides_and_threads_change_no_bit(
+        lambda *tensors: [tabulated_sum(*tensors, table, grid)], x, R, kind
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -254,79 +232,31 @@ def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     upstream = torch.randn(5, 4, 6, dtype=torch.float64)
     backward = torch.ops.calcops._tabulated_sum_backward.default
     opcheck(backward, (upstream, *leaves, kind, table, grid, 0, [True, True]))
-    compiled = torch.compile(tabulated_sum, fullgraph=True, dynamic=True)
-    grads = [
-        torch.autograd.grad(f(*leaves, kind, table, grid).square().sum(), leaves)
-        for f in (compiled, tabulated_sum)
-    ]
-    assert_equal_lists(*grads)
-
-    class Module(torch.nn.Module):
-        def forward(self, x, R, kind, table, grid):
-            return tabulated_sum(x, R, kind, table, grid)
-
     slots = {0: torch.export.Dim("n"), 1: torch.export.Dim("K")}
-    sizes = {"x": slots, "R": slots, "kind": slots, "table": None, "grid": None}
-    arguments = x.detach(), R.detach(), kind, table, grid
-    program = torch.export.export(Module(), arguments, dynamic_shapes=sizes)
+    sizes = slots, slots, slots, None, None
     other = inputs(n=8, K=3, M=6, seed=5)
-    assert torch.equal(program.module()(*other), tabulated_sum(*other))
+    assert_compiles_and_exports(tabulated_sum, (*leaves, kind, table, grid), sizes, other)
 
 
-def arguments_with(**changes):
-    arguments = dict(zip(("x", "R", "kind", "table", "grid"), inputs()))
-    return arguments | changes
+def random_arguments(draw, seed):
+    tensors = inputs(
+        n=draw.choice([0, 1, 3]),
+        K=draw.choice([0, 1, 6]),
+        M=draw.choice([0, 1, 9, 33]),
+        dtype=draw.choice(DTYPES),
+        seed=seed,
+        index=draw.choice(INDICES),
+    )
+    names = "x", "R", "kind", "table", "grid"
+    return dict(zip(names, tensors)) | {"order": draw.choice([0, 1, 3])}
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"x": torch.zeros(5, 9, dtype=torch.int64)}, "expected `x` float32 or float64, got Long"),
-        ({"R": torch.zeros(5, 9, 3, dtype=torch.float64)}, "expected `R` of shape [n, K, 4]"),
-        ({"R": torch.zeros(5, 9, 4)}, "expected `R`"),
-        ({"kind": torch.zeros(5, 8, dtype=torch.int64)}, "expected `kind` of shape [n, K]"),
-        ({"kind": torch.zeros(5, 9)}, "expected `kind` int32 or int64, got"),
-        ({"table": torch.zeros(2, 7, 5, 33, dtype=torch.float64)}, "expected `table` of shape"),
-        ({"grid": torch.zeros(3, 5, dtype=torch.float64)}, "expected `grid` of shape [kinds, 5]"),
-        ({"grid": torch.zeros(2, 5)}, "expected `grid`"),
-        ({"order": -1}, "expected `order`"),
-        ({"kind": torch.full((5, 9), 2)}, "expected `kind` entries -1 or 0 <= kind < kinds"),
-        ({"kind": torch.full((5, 9), -2)}, "expected `kind` entries -1 or 0 <= kind < kinds"),
-    ],
-)
-def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
-    with pytest.raises(RuntimeError) as error:
-        tabulated_sum(**arguments_with(**changes))
-    assert "calcops::tabulated_sum: " in str(error.value), error.value
-    assert message in str(error.value), error.value
+def test_any_call_gives_the_references_results_or_names_an_argument(one_thread):
+    def expected(grid, **arguments):
+        assert torch.equal(grid, GRID)
+        return reference(**arguments)
 
-
-@pytest.mark.parametrize("name", ["table", "grid"])
-def test_a_gradient_of_a_constant_is_an_error(name):
-    arguments = arguments_with()
-    arguments[name].requires_grad_()
-    T = tabulated_sum(**arguments)
-    with pytest.raises(RuntimeError, match=f"expected `{name}` that requires no gradient"):
-        T.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["table", "grid"])
-def test_a_tangent_of_a_constant_is_an_error(name):
-    arguments = arguments_with()
-    constant = arguments.pop(name)
-    with pytest.raises(RuntimeError, match=rf"expected `{name}` that has no tangent, got .* \[2, "):
-        torch.func.jvp(
-            lambda constant: tabulated_sum(**arguments, **{name: constant}),
-            (constant,),
-            (constant,),
-        )
-
-
-def test_an_error_of_a_constant_shows_no_numbers():
-    arguments = arguments_with()
-    arguments["table"].requires_grad_()
-    with pytest.raises(RuntimeError, match=r"no gradient, got Double \[2, \d+, 6, \d+\]$"):
-        tabulated_sum(**arguments).sum().backward()
+    check_calls(tabulated_sum, random_arguments, expected, range(200))
 
 
 def test_an_infinite_x_is_far_on_the_straight_line():
@@ -351,11 +281,10 @@ def test_an_infinite_x_is_far_on_the_straight_line():
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_table_without_cells_is_an_error(device):
-    arguments = arguments_with(table=inputs()[3][:, :0])
-    arguments = {k: v.to(device) if torch.is_tensor(v) else v for k, v in arguments.items()}
+    x, R, kind, table, grid = (t.to(device) for t in inputs())
     message = "calcops::tabulated_sum: expected `table` with cells >= 1, got"
     with pytest.raises(RuntimeError, match=message):
-        tabulated_sum(**arguments)
+        tabulated_sum(x, R, kind, table[:, :0], grid)
 
 
 def test_a_grid_of_any_value_reads_no_memory_out_of_bounds():

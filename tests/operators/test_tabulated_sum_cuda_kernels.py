@@ -7,7 +7,7 @@ the backward kernel a warp computes one slot, and a block computes four.
 
 import pytest
 import torch
-from kernels import same_bits
+from kernels import alternating, same_bits
 from reference import assert_equal_lists
 from test_tabulated_sum import inputs
 
@@ -33,11 +33,8 @@ def assert_close(results, expected):
     assert_equal_lists(results, expected, **tolerance)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size, dtype, index", alternating(SIZES), ids=str)
 @pytest.mark.parametrize("order", [0, 1, 3])
-@pytest.mark.parametrize(
-    ("dtype", "index"), [(torch.float32, torch.int32), (torch.float64, torch.int64)]
-)
 def test_sums_and_gradients_are_those_of_the_cpu(kernels, size, order, dtype, index):
     n, K, M = size
     arguments = *inputs(n, K, M, dtype, index=index), order

@@ -11,8 +11,8 @@ import re
 
 import pytest
 import torch
+from fuzz import strided
 from reference_warp_perspective import BORDERS, DTYPES, INTERPOLATIONS, random_image, reference
-from test_force_fuzz import strided
 from test_warp_perspective import as_dtype, tolerance
 
 from calcops_jit import warp_perspective

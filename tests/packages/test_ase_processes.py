@@ -117,11 +117,11 @@ def fork_after_threads(calculator):
     assert before["energy"] != calculator.results["energy"]
 
 
-def test_a_forked_child_computes_after_its_parent_used_threads(calculator):
+def test_a_forked_child_computes_after_its_parent_used_threads(archive):
     """The fork is in a new process. If a process has used autograd's threads for devices, autograd
     does not work in its children, and other tests may have used them in this process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(fork_after_threads, calculator).result()
+        pool.submit(fork_after_threads, CalcOps(load(archive))).result()
 
 
 def energy_and_forces(atoms):
@@ -129,10 +129,11 @@ def energy_and_forces(atoms):
 
 
 @pytest.mark.parametrize("backend", ["loky", "threading"])
-def test_joblib_computes_structures_that_carry_the_calculator(calculator, backend):
+def test_joblib_computes_structures_that_carry_the_calculator(archive, backend):
     """Each process gets a copy of one calculator. Threads would share its results, so each
     structure gets its own calculator of one model."""
     joblib = pytest.importorskip("joblib", reason="joblib (extra `test`) is not installed")
+    calculator = CalcOps(load(archive))
     structures = [silicon(seed=seed) for seed in range(6)]
     expected = [everything(CalcOps(StillingerWeber()), atoms) for atoms in structures]
     for atoms in structures:

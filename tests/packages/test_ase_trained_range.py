@@ -77,19 +77,13 @@ def test_a_pair_shorter_than_any_in_training_is_warned_of_once(form, forms):
     )
 
 
-def test_the_shortest_pair_is_that_of_its_elements(forms):
-    (message,) = messages(CalcOps(forms("module")), dimer(1.8, "CuAu"))
+@pytest.mark.parametrize("form", ["module", "archive"])
+def test_the_shortest_pair_is_that_of_its_elements(form, forms):
+    (message,) = messages(CalcOps(forms(form)), dimer(1.8, "CuAu"))
     assert "none below 2 of such pairs" in message
-
-
-def test_a_pair_of_elements_that_never_met_in_training_is_warned_of(forms):
-    (message,) = messages(CalcOps(forms("module")), dimer(2.9, "Au2"))
+    (message,) = messages(CalcOps(forms(form)), dimer(2.9, "Au2"))  # which never met in training
     assert "there was none of such pairs (Au-Au)" in message
-
-
-def test_a_pair_as_short_as_the_shortest_is_not_warned_of(forms):
-    for form in ("module", "archive"):
-        assert messages(CalcOps(forms(form)), dimer(1.5), dimer(2.0, "CuAu")) == []
+    assert messages(CalcOps(forms(form)), dimer(1.5), dimer(2.0, "CuAu")) == []
 
 
 @pytest.mark.parametrize("form", ["module", "archive"])

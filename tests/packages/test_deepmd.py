@@ -5,10 +5,9 @@ deepmd_reference.py wrote the models and results in deepmd_models/.
 
 import copy
 import json
-import os
 import re
+import runpy
 import subprocess
-import sys
 import venv
 import warnings
 from pathlib import Path
@@ -137,19 +136,15 @@ def test_an_archive_and_an_npz_of_it_give_the_same_in_ase(name, numbers, tmp_pat
 
 
 @pytest.mark.parametrize("output", ["water.pt", pytest.param("water.pt2", marks=pytest.mark.long)])
-def test_a_model_imported_by_the_command_gives_the_same_in_ase(output, numbers, tmp_path):
-    command = [
-        sys.executable,
-        ROOT / "calcops/deepmd/import_deepmd.py",
-        FILES / "pairs.pth",
-        tmp_path / output,
-    ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    assert result.returncode == 0, result.stderr
-    assert "neighbours within 3 A: O up to 12, H up to 24" in result.stdout
-    form = package.load(tmp_path / output)
+def test_a_model_imported_by_the_command_gives_the_same_in_ase(
+    output, numbers, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / output
+    monkeypatch.setattr("sys.argv", ["import_deepmd.py", f"{FILES}/pairs.pth", f"{path}"])
+    runpy.run_path(f"{ROOT}/calcops/deepmd/import_deepmd.py", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "neighbours within 3 A: O up to 12, H up to 24" in printed
+    form = package.load(path)
     for structure in numbers["pairs"]:
         atoms = atoms_of(structure, form.type_names)
         atoms.calc = CalcOps(form)

@@ -11,7 +11,6 @@ import torch
 from calcops.graph import edge_forces
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "calcops" / "graph"
 PYTHON = ROOT / "build" / "graph_potential" / "bin" / "python"
 
 

@@ -157,22 +157,6 @@ def test_atoms_of_lennard_jones_have_the_energies_and_stresses_of_lammps(zero, n
         assert difference(atoms[:, columns], expected[:, columns]) <= 1e-12
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("ending", [".pt", ".pt2"])
-def test_energies_and_stresses_of_silicon_atoms_sum_up_to_energy_and_pressure(zero, ending, ranks):
-    total, atoms = zero(ranks)["sw", ending]
-    velocities = atoms[:, 22:]
-    kinetic = MASS_SI * MVV2E * NKTV2P * velocities.T @ velocities
-    xx_yy_zz_xy_xz_yz = [0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]
-    sums = atoms.sum(0)
-    assert sums[6] == pytest.approx(total[0], rel=1e-12)
-    pressure = (kinetic[xx_yy_zz_xy_xz_yz] - sums[7:13]) / total[7]
-    np.testing.assert_allclose(
-        pressure, total[1:7], rtol=1e-6, atol=1e-6 * np.abs(total[1:7]).max()
-    )
-    np.testing.assert_array_equal(atoms[:, 7:13], atoms[:, 13:19])
-
-
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(zero, ranks):
     """By autograd, the force g_ij = -dE/dRij acts on j. Then W_j = sum_i g_ij Rij is the virial of
@@ -244,14 +228,6 @@ def test_omp_num_threads_sets_the_number_of_threads_and_results_stay_the_same(la
     assert 1 <= count[2] - count[1] <= 2
     assert count[3] - count[2] == count[2] - count[1]
     np.testing.assert_allclose(tables(printed[2])[0], tables(printed[1])[0], rtol=1e-12)
-
-
-def test_a_model_adds_to_other_styles_in_a_hybrid(lammps):
-    script = MELT + "pair_style hybrid/overlay calcops cut.pt lj/cut 2.5\n"
-    script += "pair_coeff * * calcops X\npair_coeff * * lj/cut 1 1\n" + THERMO + "run 0\n"
-    both = tables(lammps(script))[0][0]
-    one = tables(lammps(MELT + pair("cut", None) + THERMO + "run 0\n"))[0][0]
-    assert both[2] == pytest.approx(2 * one[2], rel=1e-12)
 
 
 def test_a_float32_model_gives_the_energy_to_1e_5(lammps, models, zero):

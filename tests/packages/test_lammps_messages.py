@@ -260,25 +260,6 @@ def test_the_deviation_of_a_committee_is_that_of_its_models_forces(lammps, ranks
     assert table[0, -1] == pytest.approx(largest, rel=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bonded_atoms_are_refused_unless_special_bonds_gives_them_full_weight(lammps, ranks):
-    bonded = re.sub(
-        "(create_box 2 box)",
-        r"\1 bond/types 1 extra/bond/per/atom 12 extra/special/per/atom 99",
-        SYSTEMS["block"],
-    )
-    bonded = bonded.replace("units lj\n", "units lj\natom_style bond\n")
-    bonded += (
-        "bond_style zero\nbond_coeff *\npair_style zero 1.7\npair_coeff * *\ncomm_modify cutoff 4\n"
-    )
-    bonded += "create_bonds many all all 1 0.1 1.2\n" + style(2)
-    full = tables(lammps(bonded + "special_bonds lj/coul 1 1 1\n" + THERMO + "run 0\n", ranks))[0]
-    plain = tables(lammps(SYSTEMS["block"] + style(2) + THERMO + "run 0\n", ranks))[0]
-    assert difference(full, plain) <= 1e-12
-    printed = lammps(bonded + "special_bonds lj/coul 0 1 1\nrun 0\n", ranks, fails=True)
-    assert "expected special_bonds lj 1 1 1 for bonded atoms" in re.sub(r"\s+", " ", printed)
-
-
 PYTHON = ROOT / "build" / "graph_potential" / "bin" / "python"
 # Computes forces, energies and stress with SevenNet's own graph. Tensor.float is replaced, because
 # SevenNet's one-hot code calls it for weights of any dtype.

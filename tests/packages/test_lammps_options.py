@@ -1,4 +1,5 @@
-"""calcops/lammps: options of LAMMPS act on a model as on LAMMPS's own styles, or are refused."""
+"""calcops/lammps: options of LAMMPS act on a model as on LAMMPS's own styles, or are refused. Forces
+that are not finite end the run. Structures unlike those of the training are warned of, once."""
 
 import re
 
@@ -7,8 +8,11 @@ import pytest
 import torch
 from calcops.potentials.lennard_jones import LennardJones
 from calcops.potentials.package import save
+from calcops.potentials.potential import Potential
 from calcops.potentials.stillinger_weber import StillingerWeber
+from calcops.train.deep_potential import DeepPotential
 from lammps_plugin import MELT, SHAKE, SW, THERMO, Lammps, difference, tables
+from test_train import arrays
 
 pytestmark = pytest.mark.long  # a foreign program
 
@@ -17,12 +21,36 @@ OURS = "pair_style calcops lj.pt\npair_coeff * * X\n"
 ZERO = THERMO + "run 0\n"
 
 
+class Root(Potential):
+    """A finite energy, whose derivative is NaN for pairs nearer than 0.6."""
+
+    def __init__(self, layers=1):
+        super().__init__(2.5, "lj", ["X"], layers)
+
+    def atom_energies(self, types, list_neigh, Ri):
+        r = Ri[..., 0]
+        inside = (1 - r / self.cutoff).clamp(min=0.0).square()
+        return (inside * (1 + torch.where(r > 0.6, (r - 0.6).sqrt(), 0.0))).sum(-1)
+
+
+def deep(sel=(9, 7), shortest=((1.5, 2.0), (2.0, 3.0))):
+    more = {"shortest": np.array(shortest)}
+    return DeepPotential(arrays(sel) | more, ["Cu", "Au"]).requires_grad_(False)
+
+
 @pytest.fixture(scope="module")
 def lammps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lammps")
     save(LennardJones(), folder / "lj.pt")
     save(LennardJones(0.7, 1.1), folder / "other.pt")
+    save(LennardJones(), folder / "single.pt", dtype=torch.float32)
     save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt")
+    save(Root(), folder / "root.pt")
+    save(Root(layers=2), folder / "root2.pt")
+    save(Root(), folder / "root32.pt", dtype=torch.float32)
+    save(deep(), folder / "deep.pt")
+    save(deep((5, 2)), folder / "few.pt")
+    save(deep(shortest=((1.9, 2.0), (2.0, 3.0))), folder / "longer.pt")
     return Lammps(folder)
 
 
@@ -178,8 +206,6 @@ def test_null_is_refused_outside_a_hybrid_style(lammps):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", ["lj.pt", "single.pt", "indexed.pt2"])
 def test_atoms_at_the_same_place_are_an_error_that_names_them(lammps, model, ranks):
-    if model == "single.pt":
-        save(LennardJones(), lammps.folder / model, dtype=torch.float32)
     if model == "indexed.pt2":
         save(LennardJones(), lammps.folder / model, edge_order=True)
     lattice = MELT.replace(SHAKE, "")
@@ -216,3 +242,134 @@ def test_pytorch_does_not_call_functions_of_lammps(lammps):
     assert any(
         "libtorch_cpu.so" in user and "libtorch_cpu.so" in provider for user, provider in blas
     )
+
+
+# ---- forces that are not finite ------------------------------------------------------------------
+
+WITH_GHOSTS = "pair_style calcops {}\npair_coeff * * X\ncomm_modify cutoff 5.3\n"
+
+
+@pytest.mark.parametrize("files", ["root.pt", "root2.pt", "root32.pt", "lj.pt root.pt"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_forces_that_are_not_finite_are_refused_with_the_atom(lammps, files, ranks):
+    lammps(MELT + WITH_GHOSTS.format(files) + "run 0\n", ranks)
+    close = MELT + "create_atoms 1 single 1.5 1.05 1.05 units box\n"
+    printed = lammps(
+        close
+        + "create_atoms 1 single 1.5 1.05 1.4 units box\n"
+        + WITH_GHOSTS.format(files)
+        + "run 0\n",
+        ranks,
+        fails=True,
+    )
+    message = (
+        r"ERROR.*Pair style calcops: expected finite forces of the model, got -?nan on atom \d+"
+    )
+    assert re.search(message, re.sub(r"\s+", " ", printed)), printed
+
+
+# ---- structures unlike those of the training ----------------------------------------------------
+
+BOX = """units metal
+atom_style atomic
+boundary f f f
+region box block -9 9 -9 9 -9 9
+create_box 2 box
+mass * 60
+"""
+STYLE = "pair_style calcops {}\npair_coeff * * Cu Au\n"
+
+
+def atoms(*rows):
+    """Return commands that make atoms of (type, x, y, z)."""
+    return "".join("create_atoms {} single {} {} {}\n".format(*row) for row in rows)
+
+
+def circle(count):
+    """Return an atom 2 with this number of neighbours 1, all of them on a circle."""
+    rows = [(2, 0, 0, 0)]
+    for angle in 2 * np.pi * np.arange(count) / count:
+        rows.append((1, 2.9 * np.cos(angle), 2.9 * np.sin(angle), 0))
+    return atoms(*rows)
+
+
+def warnings(printed):
+    return re.findall(r"WARNING: Pair style calcops: (.*)", printed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pair_shorter_than_any_in_training_is_warned_of_once(ranks, lammps):
+    place = BOX + atoms((1, 1, 1, 1), (1, 2.4, 1, 1), (1, 5, 5, 5)) + STYLE.format("deep.pt")
+    (message,) = warnings(lammps(place + "run 2\nrun 2\n", ranks))
+    assert message.startswith(
+        "atoms 1 and 2 are 1.4 apart. In the model's training there was none below 1.5 of such "
+        "pairs (Cu-Cu), so its energy is extrapolated"
+    ) or message.startswith("atoms 2 and 1 are 1.4 apart")
+
+
+def test_pairs_of_the_lengths_in_training_are_not_warned_of(lammps):
+    place = BOX + atoms((1, 1, 1, 1), (1, 2.5, 1, 1), (2, 1, 3, 1)) + STYLE.format("deep.pt")
+    assert warnings(lammps(place + "run 0\n")) == []
+
+
+def test_a_pair_of_elements_that_never_met_in_training_is_warned_of(lammps):
+    place = BOX + atoms((2, 1, 1, 1), (2, 3.9, 1, 1)) + STYLE.format("deep.pt")
+    (message,) = warnings(lammps(place + "run 0\n"))
+    assert "there was none of such pairs (Au-Au)" in message
+
+
+def test_more_neighbours_than_sel_are_warned_of_once(lammps):
+    assert warnings(lammps(BOX + circle(5) + STYLE.format("few.pt") + "run 0\n")) == []
+    (message,) = warnings(lammps(BOX + circle(6) + STYLE.format("few.pt") + "run 0\nrun 0\n"))
+    assert message.startswith(
+        "atom 1 has 6 neighbours Cu within the cutoff, and the model's sel is 5. It takes the nearest"
+    )
+
+
+def test_a_committee_warns_as_soon_as_one_of_its_models_would(lammps):
+    place = BOX + atoms((1, 1, 1, 1), (1, 2.6, 1, 1))
+    script = STYLE.format("deep.pt longer.pt") + "run 0\n"
+    assert "none below 1.9" in warnings(lammps(place + script))[0]
+    assert (
+        "the model's sel is 5"
+        in warnings(lammps(BOX + circle(6) + STYLE.format("deep.pt few.pt") + "run 0\n"))[0]
+    )
+
+
+def test_a_package_that_takes_all_slots_is_checked_at_new_lists(lammps):
+    lj = LennardJones()
+    lj.sel = [1]
+    lj.shortest = torch.tensor([[0.9]])
+    save(lj, lammps.folder / "ordered.pt2", edge_order=True)
+    box = BOX.replace("metal", "lj").replace("create_box 2", "create_box 1")
+    style = "pair_style calcops ordered.pt2\npair_coeff * * X\n"
+    near = box + atoms((1, 1, 1, 1), (1, 1.8, 1, 1)) + style
+    (message,) = warnings(lammps(near + "run 0\n"))
+    assert "are 0.8 apart. In the model's training there was none below 0.9" in message
+    crowded = box + atoms((1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2.2, 1)) + style
+    (message,) = warnings(lammps(crowded + "run 0\n"))
+    assert re.match(
+        "atom . has 2 neighbours X within the cutoff, and the model's sel is 1", message
+    )
+    loose = box + atoms((1, 1, 1, 1), (1, 2, 1, 1), (1, 8, 8, 8)) + style
+    assert warnings(lammps(loose + "run 0\n")) == []
+
+
+def test_zbl_adds_its_repulsion_to_a_model(lammps):
+    """The script of calcops/lammps/README.md, on two atoms."""
+    place = BOX + atoms((1, 1, 1, 1), (2, 2.0, 1, 1))
+    zbl = (
+        "pair_style zbl 0.8 1.6\npair_coeff 1 1 29 29\npair_coeff 1 2 29 79\npair_coeff 2 2 79 79\n"
+    )
+    both = """pair_style hybrid/overlay calcops deep.pt zbl 0.8 1.6
+pair_coeff * * calcops Cu Au
+pair_coeff 1 1 zbl 29 29
+pair_coeff 1 2 zbl 29 79
+pair_coeff 2 2 zbl 79 79
+"""
+    energies = [
+        tables(lammps(place + style + THERMO + "run 0\n"))[0][0, 2]
+        for style in (STYLE.format("deep.pt"), zbl, both)
+    ]
+    assert energies[1] > 1
+    np.testing.assert_allclose(energies[2], energies[0] + energies[1], rtol=1e-12)

@@ -225,22 +225,12 @@ class OneTypeFarther(OfList):
         return torch.where(is_pair, (1 - r / torch.where(both, 4.0, 3.0)) ** 2, 0.0).sum(-1)
 
 
-def test_the_cutoff_of_each_pair_of_types_is_checked(tmp_path):
-    with pytest.raises(ValueError, match="got ones that a pair just beyond the cutoff changes by"):
-        save(OneTypeFarther(), tmp_path / "own.pt", **ABOUT)
-
-
 class OfOrder(OfList):
     """Energies that depend on the order of the slots."""
 
     def forward(self, types, list_neigh, Rij, nghost: int):
         near = (1 - torch.linalg.vector_norm(Rij, dim=-1) / 3.0).clamp(min=0) ** 3
         return (near * torch.arange(1, near.shape[-1] + 1)).sum(-1)
-
-
-def test_energies_that_depend_on_the_order_of_slots_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="slots in any order, got ones that another order changes"):
-        save(OfOrder(), tmp_path / "own.pt", **ABOUT)
 
 
 class DeepAmongEquals(Messages):
@@ -278,19 +268,23 @@ class WithoutEnvelope(OfList):
         return torch.exp(-r).sum(-1)
 
 
+ZERO = "go to zero at the cutoff 3, got ones that "
+
+
 @pytest.mark.parametrize(
-    "form, fault",
+    "module, fault",
     [
-        ("yukawa", "a pair just beyond"),
-        ("step", "a pair just inside"),
-        ("count", "an empty slot|a pair just"),
+        (OneTypeFarther(), ZERO + "a pair just beyond the cutoff changes by"),
+        (WithoutEnvelope("yukawa"), ZERO + "a pair just beyond"),
+        (WithoutEnvelope("step"), ZERO + "a pair just inside"),
+        (WithoutEnvelope("count"), ZERO + "(an empty slot|a pair just)"),
+        (OfOrder(), "slots in any order, got ones that another order changes"),
     ],
 )
-def test_a_module_without_an_envelope_is_refused(form, fault, tmp_path):
-    message = f"go to zero at the cutoff 3, got ones that ({fault})"
-    for dtype in (torch.float64, torch.float32):
-        with pytest.raises(ValueError, match=message):
-            save(WithoutEnvelope(form), tmp_path / "own.pt", dtype=dtype, **ABOUT)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_energies_that_no_potential_has_are_refused(module, fault, dtype, tmp_path):
+    with pytest.raises(ValueError, match=fault):
+        save(module, tmp_path / "own.pt", dtype=dtype, **ABOUT)
 
 
 def test_objects_other_than_a_module_of_energies_are_refused(tmp_path):

@@ -1,12 +1,16 @@
-"""calcops/train: the model is the published one, and its forces are derivatives of its
-energy."""
+"""calcops/train: the model is the published one, also with splines, tables or float32 nets in the
+place of its nets. Its forces are derivatives of its energy."""
 
+import contextlib
+import copy
+import io
 import re
 
 import numpy as np
 import pytest
 import torch
-from calcops.train.deep_potential import load_npz
+from calcops.potentials import package
+from calcops.train.deep_potential import DeepPotential, load_npz
 from calcops.train.weights import initial, save_npz
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,73 +140,6 @@ def test_energies_are_those_of_the_published_definition(weights, tmp_path):
         assert_close(energy[0], expected.sum())
 
 
-def test_forces_and_virial_are_derivatives_of_the_published_energy(tmp_path):
-    weights = arrays()
-    types, positions = cluster()
-    h = 1e-5
-    _, _, force, virial, atom_virial = load(weights, tmp_path)(
-        torch.from_numpy(types), *host_list(positions, 13)
-    )
-
-    def slope(move):
-        up = published_energies(weights, types, move(positions.copy(), h)).sum()
-        down = published_energies(weights, types, move(positions.copy(), -h)).sum()
-        return (up - down) / (2 * h)
-
-    def shifted(x, step):
-        x[4, 1] += step
-        return x
-
-    def sheared(x, step):
-        return x + step * np.outer(x[:, 2], [1, 0, 0])
-
-    assert_close(force[0, 4, 1], -slope(shifted), 1e-7)
-    assert_close(virial[0, 0, 2], -slope(sheared), 1e-7)
-    assert_close(atom_virial.sum(1), virial)
-    assert force.sum(1).abs().max() <= 1e-12 * force.abs().max()
-
-
-def test_deepmd_kit_computes_the_same(weights, tmp_path):
-    pytest.importorskip("deepmd", reason="deepmd-kit (extra `peers`) is not installed")
-    try:
-        from deepmd.dpmodel.descriptor.se_e2_a import DescrptSeA
-        from deepmd.dpmodel.fitting.ener_fitting import EnergyFittingNet
-        from deepmd.dpmodel.utils.nlist import build_neighbor_list, nlist_distinguish_types
-    except ImportError as error:
-        pytest.skip(f"deepmd-kit is installed without what it needs: {error}")
-    sel = weights["sel"]
-    rcut = weights["rcut"]
-    descriptor = DescrptSeA(rcut, 0.8, sel, neuron=[4, 8, 8], axis_neuron=3, seed=1)
-    fitting = EnergyFittingNet(2, descriptor.get_dim_out(), neuron=[6, 6], resnet_dt=True, seed=2)
-
-    # The same nets as arrays of load_npz.
-    w = {key: weights[key] for key in ("davg", "dstd", "bias_atom_e", "sel", "rcut")}
-    w |= {"rcut_smth": 0.8, "axis_neuron": 3}
-    for kind, nets in (("emb", descriptor.embeddings), ("fit", fitting.nets)):
-        for t in range(2):
-            for i, layer in enumerate(nets[(t,)].layers):
-                parts = {"w": layer.w, "b": layer.b, "idt": layer.idt, "res": layer.resnet}
-                present = {key: value for key, value in parts.items() if value is not None}
-                w |= {f"{kind}{t}_{key}{i}": value for key, value in present.items()}
-    assert "fit0_idt1" in w and "emb1_res0" in w
-    descriptor.davg = np.repeat(w["davg"], sel, axis=1)
-    descriptor.dstd = np.repeat(w["dstd"], sel, axis=1)
-    fitting.bias_atom_e = w["bias_atom_e"][:, None]
-
-    types, positions = cluster()
-    n = len(types)
-    # A list of all neighbours, then one of the nearest of each type. DeePMD-kit's backend for
-    # TensorFlow does the same. The one for PyTorch first keeps the sum(sel) nearest of any type.
-    all_neighbours = build_neighbor_list(
-        positions.reshape(1, -1), types[None], n, rcut, [n], distinguish_types=False
-    )
-    nlist = nlist_distinguish_types(all_neighbours, types[None], sel)
-    features = descriptor.call(positions.reshape(1, -1), types[None], nlist)[0]
-    expected = fitting.call(features, types[None])["energy"][0, :, 0]
-    _, atom_energy, *_ = load(w, tmp_path)(torch.from_numpy(types), *host_list(positions, 17))
-    assert_close(atom_energy[0], expected)
-
-
 def test_saved_weights_are_those_that_were_loaded(weights, tmp_path):
     model = load(weights, tmp_path)
     save_npz(model, tmp_path / "again.npz")
@@ -218,10 +155,52 @@ def test_saved_weights_are_those_that_were_loaded(weights, tmp_path):
     assert torch.equal(again(*inputs)[1], model(*inputs)[1])
 
 
-def test_ghosts_carry_the_forces_that_belong_to_them(tmp_path):
-    """Atoms 8 to 11 are ghosts. The forces on local atoms and on ghosts are derivatives of the
-    local atoms' energy."""
-    model = load(arrays(), tmp_path)
+# ---- splines, tables and float32 nets ---------------------------------------------------------
+
+RESULTS = "energy", "atom_energy", "force", "virial", "atom_virial"
+
+
+def steep():
+    """Return a model whose first layers have steps that are too steep for a spline."""
+    weights = arrays()
+    for key in ("emb0_w0", "emb1_w0"):
+        weights[key] = 100 * weights[key]
+    return DeepPotential(weights, ["A", "B"]).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return DeepPotential(arrays(), ["A", "B"]).requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def spline(exact):
+    model = exact.tabulated(tolerance=1e-8)
+    assert model.spline is not None
+    assert model.table is None
+    return model
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Return a model with tables, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        model = steep().tabulated(1e-6)
+    assert model.spline is None
+    assert model.table is not None
+    return model, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def structure():
+    types, positions = cluster()
+    return torch.from_numpy(types), *host_list(positions, 15)
+
+
+@pytest.mark.parametrize("form", ["exact", "spline"])
+def test_forces_on_atoms_and_ghosts_are_derivatives_of_the_energy(form, request):
+    """Atoms 8 to 11 are ghosts. The forces are derivatives of the local atoms' energy."""
+    model = request.getfixturevalue(form)
     types, positions = cluster()
     list_neigh, Rij = host_list(positions, 15)
     local = model(torch.from_numpy(types), list_neigh[:, :8], Rij[:, :8], 4)
@@ -231,3 +210,100 @@ def test_ghosts_carry_the_forces_that_belong_to_them(tmp_path):
     assert_close(local[1][0], energies.detach())
     assert_close(local[2][0], -torch.autograd.grad(energies.sum(), leaf)[0])
     assert local[4].shape == (1, 12, 3, 3)
+    assert_close(local[4].sum(1), local[3])
+
+
+def test_forces_of_a_spline_have_derivatives(spline):
+    types, positions = cluster()
+    list_neigh, _ = host_list(positions, 15)
+    leaf = torch.tensor(positions, requires_grad=True)
+
+    def square_of_forces(x):
+        pairs = x[list_neigh.clamp(min=0)] - x[:, None]
+        return spline(torch.from_numpy(types), list_neigh, pairs, 0, True)[2].square().sum()
+
+    (gradient,) = torch.autograd.grad(square_of_forces(leaf), leaf)
+    step = torch.zeros_like(leaf)
+    step[4, 1] = 1e-5
+    with torch.no_grad():
+        positions_up, positions_down = leaf + step, leaf - step
+    difference = square_of_forces(positions_up) - square_of_forces(positions_down)
+    assert gradient[4, 1].item() == pytest.approx(difference.item() / 2e-5, rel=1e-6)
+
+
+def test_frames_in_a_padded_batch_have_the_results_of_single_calls(spline, structure):
+    types, list_neigh, Rij = structure
+    first_frame = spline(types, list_neigh, Rij)
+    fewer = list_neigh.clone()
+    fewer[:, :, ::2] = -1
+    second_frame = spline(types, fewer, Rij)
+
+    # Both frames in a batch, each with two additional atoms of type -1 without neighbours.
+    no_atom = torch.full((1, 2), -1)
+    padded_types = torch.cat([types[None], no_atom], 1).expand(2, -1)
+    empty = torch.full((2, 2, list_neigh.shape[2]), -1)
+    lists = torch.cat([torch.cat([list_neigh, fewer]), empty], 1)
+    pairs = torch.cat([Rij.expand(2, -1, -1, -1), Rij.new_zeros(2, 2, *Rij.shape[2:])], 1)
+    energy, atom_energy, force, _, _ = spline(padded_types, lists, pairs)
+    assert_close(energy, torch.cat([first_frame[0], second_frame[0]]))
+    assert_close(force[:, :-2], torch.cat([first_frame[2], second_frame[2]]))
+    assert (atom_energy[:, -2:] == 0).all()
+    assert (force[:, -2:] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["spline", "table"])
+def test_torchscript_and_npz_keep_what_replaces_the_nets(kind, spline, table, structure, tmp_path):
+    model = spline if kind == "spline" else table[0]
+    expected = model(*structure)
+    save_npz(model, tmp_path / "model.npz")
+    again = load_npz(tmp_path / "model.npz").requires_grad_(False)
+    for results in (again(*structure), torch.jit.script(model)(*structure)):
+        assert all(map(torch.equal, results, expected))
+
+
+def test_steep_nets_get_tables(table):
+    _, printed = table
+    assert re.fullmatch(
+        r"tabulated: no spline of up to 256 cells, whose error is \S+; "
+        r"2 tables in cells of 0.\d+, \S+ MB, error \S+\n",
+        printed,
+    )
+
+
+def test_float32_nets_print_their_error_and_keep_it(exact, structure, tmp_path, capsys):
+    model = exact.with_float32_nets()
+    printed = capsys.readouterr().out
+    errors = [float(number) for number in re.findall(r"by (\S+) of", printed)]
+    assert len(errors) == 2
+    assert all(1e-9 < error < 1e-5 for error in errors)
+    expected = exact(*structure)
+    result = model(*structure)
+    assert 1e-9 < (result[2] - expected[2]).abs().max() / expected[2].abs().max() < 1e-5
+    assert result[2].dtype == torch.float64
+    # A package converts the model's numbers to float64; its nets stay as they are.
+    assert torch.equal(copy.deepcopy(model).to(torch.float64)(*structure)[2], result[2])
+    save_npz(model, tmp_path / "model.npz")
+    assert torch.equal(
+        load_npz(tmp_path / "model.npz").requires_grad_(False)(*structure)[2], result[2]
+    )
+    assert torch.equal(torch.jit.script(model)(*structure)[2], result[2])
+
+
+def test_splines_are_fitted_to_the_exact_nets_of_a_float32_model(exact, spline, structure):
+    model = exact.with_float32_nets().tabulated(tolerance=1e-8)
+    assert torch.equal(model.spline, spline.spline)
+    assert model.has_float32_nets
+
+
+@pytest.mark.long
+def test_a_package_of_a_spline_with_float32_nets_has_its_results(spline, structure, tmp_path):
+    model = spline.with_float32_nets()
+    package.save(model, tmp_path / "model.pt2")
+    packaged = package.load(tmp_path / "model.pt2")
+    types, list_neigh, Rij = structure
+    # The package was made with other sizes. The second call has a ghost.
+    for atoms in (12, 11):
+        inputs = types, list_neigh[:, :atoms], Rij[:, :atoms], 12 - atoms
+        for name, result, expected in zip(RESULTS, packaged(*inputs), model(*inputs)):
+            assert_close(result, expected, 1e-6)
+            assert result.dtype == torch.float64, name

@@ -1,5 +1,5 @@
-"""calcops/train: processes of torchrun share a batch, with the results of one process
-that has the whole batch."""
+"""calcops/train: processes of torchrun share a batch, with the results of one process that has the
+whole batch."""
 
 import os
 import re
@@ -19,14 +19,28 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-from ase.io import write  # noqa: E402
+from ase.io import read, write  # noqa: E402
+from calcops.ase import CalcOps  # noqa: E402
+from calcops.potentials import load  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
 from calcops.train import training  # noqa: E402
+from calcops.train.deep_potential import load_npz  # noqa: E402
 from make_frames import generate  # noqa: E402
 
-# A test ends the processes when they print the line of step 20. The remaining steps take some two
-# seconds, so that the processes are still at work.
-OPTIONS = "--steps", 240, "--batch", 4, "--every", 20, "--held-out", 0.2
+OPTIONS = "--cutoff", 4.2, "--batch", 4, "--every", 20, "--held-out", 0.2, "--tabulated"
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+# The command without the package, which takes ten seconds.
+WITHOUT_PACKAGE = """
+import sys
+from calcops.train import __main__, training
+training.save = lambda model, path: None
+__main__.main(sys.argv[1:])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +50,17 @@ def frames(tmp_path_factory):
     return path
 
 
-def start(frames, folder, processes, *options, restarts=1):
-    """Start a training by torchrun, and return its process.
+def start(frames, folder, steps, program=("-m", "calcops.train")):
+    """Start a training by two processes of torchrun, and return torchrun's process.
 
     torchrun starts all processes again if one dies. One may die because Gloo aborts a process whose
     peer ends at the wrong moment (https://github.com/pytorch/gloo/issues/514).
     """
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    launcher += ["--max-restarts", str(restarts)]
-    launcher += ["-m", "calcops.train", str(frames), "--folder", str(folder)]
-    words = [sys.executable, "-m", *launcher, "--cutoff", "4.2", *map(str, options)]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--max-restarts", "1", *program, frames, "--folder", folder]
+    words = [sys.executable, "-m", *launcher, *OPTIONS, "--steps", steps]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen([*map(str, words)], env=ENVIRONMENT, start_new_session=True, **pipes)
 
 
 def finish(process):
@@ -68,55 +75,64 @@ def finish(process):
 
 @pytest.fixture(scope="module")
 def trained(frames, tmp_path_factory):
-    """Return the folders of two trainings with OPTIONS: by this process, and by two of torchrun.
-
-    This process makes no package, which takes ten seconds.
-    """
+    """Return the folders of two trainings of 60 steps: by this process, and by two of torchrun."""
     folders = {n: tmp_path_factory.mktemp(f"by_{n}") for n in (1, 2)}
-    words = [frames, "--folder", folders[1], "--cutoff", "4.2", *OPTIONS]
+    words = [frames, "--folder", folders[1], *OPTIONS, "--steps", 60]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "save", lambda model, path: None)
         command.main([str(word) for word in words])
-    printed = finish(start(frames, folders[2], 2, *OPTIONS))
+    program = tmp_path_factory.mktemp("program") / "train.py"
+    program.write_text(WITHOUT_PACKAGE)
+    printed = finish(start(frames, folders[2], 60, [program]))
     steps = [int(step) for step in re.findall(r"^step +(\d+)", printed, re.MULTILINE)]
-    assert steps == [*range(20, 241, 20)], "each line is printed once"
+    assert steps == [20, 40, 60], "each line is printed once"
     return folders
 
 
 def test_two_processes_have_the_losses_of_one_with_the_whole_batch(trained):
     one, two = (np.array(torch.load(trained[n] / "checkpoint.pt")["history"]) for n in (1, 2))
-    assert one.shape == (240, 3)
+    assert one.shape == (60, 3)
     assert (one[0] != one[-1]).all()
     # Sums in another order differ by rounding errors, which grow from step to step.
-    np.testing.assert_allclose(two[:60], one[:60], rtol=1e-12)
+    np.testing.assert_allclose(two, one, rtol=1e-12)
 
 
 @pytest.mark.long
 def test_two_processes_that_are_killed_and_started_again_end_as_if_they_had_not_been(
-    trained, frames, tmp_path
+    frames, tmp_path
 ):
-    first = start(frames, tmp_path, 2, *OPTIONS)
+    """The processes are ended at step 20. The other steps take some two seconds, so that the
+    processes are still at work."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    finish(start(frames, whole, 240))
+    first = start(frames, stopped, 240)
     assert "12 frames to train on, 3 held out" in first.stdout.readline()
     assert "weights of the loss" in first.stdout.readline()
     assert "step     20" in first.stdout.readline()
     first.terminate()  # which torchrun passes on
     first.communicate()
-    assert len(torch.load(tmp_path / "checkpoint.pt")["history"]) < 240
-    finish(start(frames, tmp_path, 2, *OPTIONS))
-    ours, expected = (torch.load(folder / "checkpoint.pt") for folder in (tmp_path, trained[2]))
+    assert len(torch.load(stopped / "checkpoint.pt")["history"]) < 240
+    finish(start(frames, stopped, 240))
+    ours, expected = (torch.load(folder / "checkpoint.pt") for folder in (stopped, whole))
     assert ours["history"] == expected["history"]
     for key, value in expected["model"].items():
         assert torch.equal(ours["model"][key], value), key
+    atoms = read(frames)
+    atoms.calc = CalcOps(load(whole / "model.pt2"))
+    packaged = atoms.get_forces()
+    atoms.calc = CalcOps(load_npz(whole / "model.npz"))
+    np.testing.assert_allclose(packaged, atoms.get_forces(), atol=1e-8)
 
 
 def test_one_of_two_processes_writes_the_files(trained):
-    names = {"checkpoint.pt", "log.csv", "model.npz", "model.pt2", "loss.png", "parity.png"}
+    names = {"checkpoint.pt", "log.csv", "model.npz", "loss.png", "parity.png"}
     assert {path.name for path in trained[2].iterdir()} == names
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused(frames, tmp_path):
-    process = start(frames, tmp_path / "new", 2, "--batch", 3, restarts=0)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert "calcops.train: expected a --batch that 2 processes can share, got 3" in err
+    words = [sys.executable, "-m", "calcops.train", frames, "--folder", tmp_path / "new"]
+    of_two = ENVIRONMENT | {"WORLD_SIZE": "2"}  # as torchrun says
+    done = subprocess.run([*words, "--batch", "3"], env=of_two, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "calcops.train: expected a --batch that 2 processes can share, got 3\n"
     assert not (tmp_path / "new").exists()

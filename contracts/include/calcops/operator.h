@@ -1,31 +1,8 @@
-// What the source of an operator includes. An operator is a contract and kernels:
-//
-//   #include <calcops/operator.h>
-//
-//   const calcops::Contract contract(R"(
-//   weighted_sum(Tensor x, Tensor w) -> Tensor
-//     Sum of each row, weighted.
-//   x    [N, K]; float32 or float64.
-//   w    [K]; like x.
-//   sum  [N]; like x.
-//   )");
-//
-//   template <class Real>
-//   void weighted_sum(calcops::View<const Real, 2> x, calcops::View<const Real, 1> w,
-//                     calcops::View<Real, 1> sum) {
-//     for (int64_t i = 0; i < x.shape[0]; ++i) {
-//       double total = 0;
-//       for (int64_t k = 0; k < x.shape[1]; ++k) total += x(i, k) * w(k);
-//       sum(i) = total;
-//     }
-//   }
-//   const calcops::Kernel cpu("weighted_sum", weighted_sum<float>, weighted_sum<double>);
-//
-// A contract is text. The runtime reads it once and registers the operator for all devices,
-// derivatives and vmap. It checks every call against the contract and allocates the results.
-// A kernel is a function of the schema's arguments and then the results. Of several kernels, the
-// one with the call's number types runs. Neither this header nor a kernel includes PyTorch's
-// headers. contracts/README.md describes the language of contracts.
+// What the source of an operator includes. An operator is a contract, which is text, and kernels,
+// which are functions of the schema's arguments and then the results. The runtime reads the
+// contract once and registers the operator for all devices, derivatives and vmap. It checks every
+// call against the contract, allocates the results and runs the kernel for the call's number types.
+// Neither this header nor a kernel includes PyTorch's headers. contracts/README.md has examples.
 #pragma once
 
 #include <cstdint>
@@ -198,15 +175,40 @@ template <class T> struct IsConst { static constexpr bool value = false; };
 template <class T> struct IsConst<const T> { static constexpr bool value = true; };
 // clang-format on
 
-// The description of a parameter of type P, and its value from a slot. An enumeration is the number
-// of a string among the contract's allowed values.
+// The kinds of parameters that are no tensors. An enumeration is the number of a string among the
+// contract's allowed values.
+template <class P>
+constexpr Parameter::Kind kKindOf = Parameter::kChoice;
+// clang-format off
+template <> inline constexpr Parameter::Kind kKindOf<int64_t> = Parameter::kInt;
+template <> inline constexpr Parameter::Kind kKindOf<double> = Parameter::kFloat;
+template <> inline constexpr Parameter::Kind kKindOf<bool> = Parameter::kBool;
+template <> inline constexpr Parameter::Kind kKindOf<const char*> = Parameter::kString;
+template <> inline constexpr Parameter::Kind kKindOf<List<int64_t>> = Parameter::kInts;
+template <> inline constexpr Parameter::Kind kKindOf<List<double>> = Parameter::kFloats;
+template <> inline constexpr Parameter::Kind kKindOf<Workspace&> = Parameter::kWorkspace;
+template <> inline constexpr Parameter::Kind kKindOf<CUstream_st*> = Parameter::kStream;
+// clang-format on
+
+// The description of a parameter of type P, and its value from a slot.
 template <class P>
 struct Pass {
-  static_assert(__is_enum(P),
+  static constexpr Parameter parameter{kKindOf<P>};
+  static_assert(__is_enum(P) || kKindOf<P> != Parameter::kChoice,
                 "a kernel takes View, Strided, int64_t, double, bool, const char*, "
                 "an enumeration, List, Workspace& and cudaStream_t");
-  static constexpr Parameter parameter{Parameter::kChoice};
-  static P from(const Slot& slot) { return P(slot.integer); }
+  static P from(const Slot& slot) {
+    if constexpr (kKindOf<P> == Parameter::kFloat)
+      return slot.real;
+    else if constexpr (kKindOf<P> == Parameter::kString || kKindOf<P> == Parameter::kStream)
+      return static_cast<P>(slot.data);
+    else if constexpr (kKindOf<P> == Parameter::kWorkspace)
+      return *static_cast<Workspace*>(slot.data);
+    else if constexpr (kKindOf<P> == Parameter::kInts || kKindOf<P> == Parameter::kFloats)
+      return {static_cast<decltype(P::data)>(slot.data), slot.integer};
+    else
+      return P(slot.integer);
+  }
 };
 
 template <class Tensor, class Number, int rank, Layout layout>
@@ -231,58 +233,6 @@ struct Pass<View<Number, rank>>
 template <class Number, int rank, Layout layout>
 struct Pass<Strided<Number, rank, layout>>
     : PassTensor<Strided<Number, rank, layout>, Number, rank, layout> {};
-
-template <>
-struct Pass<int64_t> {
-  static constexpr Parameter parameter{Parameter::kInt};
-  static int64_t from(const Slot& slot) { return slot.integer; }
-};
-
-template <>
-struct Pass<double> {
-  static constexpr Parameter parameter{Parameter::kFloat};
-  static double from(const Slot& slot) { return slot.real; }
-};
-
-template <>
-struct Pass<bool> {
-  static constexpr Parameter parameter{Parameter::kBool};
-  static bool from(const Slot& slot) { return slot.integer != 0; }
-};
-
-template <>
-struct Pass<const char*> {
-  static constexpr Parameter parameter{Parameter::kString};
-  static const char* from(const Slot& slot) { return static_cast<const char*>(slot.data); }
-};
-
-template <>
-struct Pass<List<int64_t>> {
-  static constexpr Parameter parameter{Parameter::kInts};
-  static List<int64_t> from(const Slot& slot) {
-    return {static_cast<const int64_t*>(slot.data), slot.integer};
-  }
-};
-
-template <>
-struct Pass<List<double>> {
-  static constexpr Parameter parameter{Parameter::kFloats};
-  static List<double> from(const Slot& slot) {
-    return {static_cast<const double*>(slot.data), slot.integer};
-  }
-};
-
-template <>
-struct Pass<Workspace&> {
-  static constexpr Parameter parameter{Parameter::kWorkspace};
-  static Workspace& from(const Slot& slot) { return *static_cast<Workspace*>(slot.data); }
-};
-
-template <>
-struct Pass<CUstream_st*> {
-  static constexpr Parameter parameter{Parameter::kStream};
-  static CUstream_st* from(const Slot& slot) { return static_cast<CUstream_st*>(slot.data); }
-};
 
 inline Outcome outcome_of(int64_t wrong) { return {wrong}; }
 
@@ -363,7 +313,11 @@ class Value {
   // Whether a tensor's elements can be read now. Meta tensors and those under tracing or vmap
   // cannot.
   bool is_readable() const;
-  int64_t item() const;  // a tensor's only element, a number, or a flag as 0 or 1
+  // Whether CALCOPS_CHECK=1, and a tensor's elements can be read and compared now.
+  bool wants_checks() const;
+  bool is_on_cuda() const;  // of a tensor
+  int64_t item() const;     // a tensor's only element, a number, or a flag as 0 or 1
+  double real() const;      // a float
   Value shape() const;
   Value size(int dimension) const;
   Value dtype() const;
@@ -412,12 +366,13 @@ struct Composition {
 struct Check {
   const char* op;
   // Throws by refuse(). Sets the shapes of the results whose contract says [...], as lists of
-  // sizes.
-  void (*function)(const Value* arguments, Value* result_shapes);
+  // sizes. It may also give a tensor that is absent.
+  void (*function)(Value* arguments, Value* result_shapes);
 };
 
 // The derivatives of an operator by formulas that call operators. These have derivatives too, so
 // the operator has derivatives to any order. A gradient or tangent that is left unset is zero.
+// Formulas also receive such zeros: is_none() is true for them, and +, -, * and / accept them.
 struct Derivative {
   const char* op;
   // Sets the gradients for the arguments from those for the results. A gradient for which
@@ -428,9 +383,6 @@ struct Derivative {
   void (*jvp)(const Value* arguments, const Value* tangents, Value* results) = nullptr;
   // The argument whose values no derivative needs, so that it may be changed in place afterwards.
   const char* unused = nullptr;
-  // What the formulas receive for an upstream gradient or a tangent that is zero: zeros, or a Value
-  // for which is_none() is true. An argument without a tangent, such as an integer, is always none.
-  enum { kZeros, kNone } absent = kZeros;
 };
 
 // ---- registration -------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def barriers():
             yield path, text.count("\n", 0, match.start()) + 1
 
 
-FIRST_BARRIER = 1000  # number of the fault that leaves out the first barrier
+FIRST_BARRIER = 1  # number of the fault that leaves out the first barrier
 # On a GPU a block takes several tiles from 16,384 tiles on. In the emulation it does from 8 on, so
 # that a small image has such blocks.
 SMALLER = ("ops/warp_perspective/warp_perspective.cu", "tiles / 8192", "tiles / 4")
@@ -98,11 +98,10 @@ def host(text):
     return text
 
 
-def write_checkout(folder, faults=()):
+def write_checkout(folder):
     """Copy the project into `folder`, with its CUDA sources rewritten.
 
-    `faults` are (file, code, code with the fault). FAULT in the new code is true in a run for the
-    fault of this number, counted from 1. Each barrier has a fault too, which leaves it out: see
+    Each barrier has a number, and is left out in a run for the fault of this number: see
     barriers().
     """
     folder = Path(folder)
@@ -112,12 +111,10 @@ def write_checkout(folder, faults=()):
     shutil.copy(ROOT / "calcops_jit.py", folder)
     paths = [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*"), *sources()]
     texts = {path: path.read_text() for path in paths if path.is_file()}
-    for number, (name, code, faulty) in enumerate([SMALLER, *faults]):
-        text = texts[ROOT / name]
-        if text.count(code) != 1:
-            raise ValueError(f"cuda_on_cpu: {name} has {code!r} {text.count(code)} times")
-        faulty = faulty.replace("FAULT", f"cuda_on_cpu::fault({number})")
-        texts[ROOT / name] = text.replace(code, faulty)
+    name, code, changed = SMALLER
+    if texts[ROOT / name].count(code) != 1:
+        raise ValueError(f"cuda_on_cpu: {name} does not have {code!r} once")
+    texts[ROOT / name] = texts[ROOT / name].replace(code, changed)
     number = itertools.count(FIRST_BARRIER)
     for path in sources():
         texts[path] = _BARRIER.sub(
@@ -129,8 +126,8 @@ def write_checkout(folder, faults=()):
     headers = contracts / "include"
     stream = "get && get(device.index(), &stream) == 0"
     of_emulation = "(stream = cuda_on_cpu::current_stream(), true || get(device.index(), nullptr))"
-    if (runtime / "kernels.h").read_text().count(stream) != 1:
-        raise ValueError(f"cuda_on_cpu: kernels.h does not have {stream!r} once")
+    if (runtime / "checked.h").read_text().count(stream) != 1:
+        raise ValueError(f"cuda_on_cpu: checked.h does not have {stream!r} once")
     for path in [*runtime.iterdir(), *headers.glob("calcops/*.h")]:
         path.write_text(host(path.read_text().replace(stream, of_emulation)))
     ops = folder / "ops"

@@ -1,5 +1,5 @@
 // Reads contracts into structs. contracts/README.md describes their language.
-// contract_proofs.h proves what these structs promise. Both are independent of PyTorch.
+// contract_proofs.h proves what these structs promise.
 //
 // Every character of a clause is consumed by the grammar below, one function for each clause.
 // Otherwise the contract is refused with the line, the clause and the nearest legal form.
@@ -11,8 +11,6 @@
 #include <cmath>
 #include <cstdint>
 #include <iterator>
-#include <locale>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -38,10 +36,6 @@ struct Product {
 using Sum = std::vector<Product>;
 using Shape = std::vector<Sum>;
 
-inline bool operator==(const Product& a, const Product& b) {
-  return a.factor == b.factor && a.sizes == b.sizes;
-}
-
 // Return the size if a sum is one size alone, otherwise -1.
 inline int bare(const Sum& sum) {
   const bool is_bare = sum.size() == 1 && sum[0].factor == 1 && sum[0].sizes.size() == 1;
@@ -63,22 +57,13 @@ inline uint32_t sizes_of(const Shape& shape) {
 
 enum class Compare { kLess, kAtMost, kMore, kAtLeast };
 
-inline bool meets(Compare compare, double a, double b) {
-  return compare == Compare::kLess     ? a < b
-         : compare == Compare::kAtMost ? a <= b
-         : compare == Compare::kMore   ? a > b
-                                       : a >= b;
-}
-
-// `> 0`, `<= 2^40` or `> rcut_smth`
+// `> 0` or `<= 2^40`
 struct Bound {
-  Compare compare = Compare::kAtLeast;
+  Compare compare;
   int64_t integer = 0;
   double real = 0;
-  std::string text;    // the number or the argument, as written
+  std::string text{};  // the number, as written
   bool whole = true;   // an integer
-  bool named = false;  // `text` is the name of another argument
-  int other = -1;      // and this is its line
 };
 
 // `n*K < 2^32 on CUDA` or `cells >= 1`
@@ -119,14 +104,10 @@ struct Line {
   bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
-  std::string made_by, made_text;    // `from op(x, y)`: the operator, and the whole text
-  std::vector<std::string> made_of;  // and its arguments
-  bool made_on_cuda = false;         // `, made where absent on CUDA`
 
   // Numbers, strings and lists
   int size = -1;  // the size that an integer is
   std::vector<Bound> bounds;
-  std::vector<int64_t> numbers;      // the allowed ones; empty: all
   std::vector<std::string> choices;  // the allowed strings
 
   bool is_tensor() const { return any_shape || !shapes.empty(); }
@@ -135,32 +116,25 @@ struct Line {
 enum class Kind { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kMask, kOther };
 
 struct Argument {
-  std::string name, type, fallback;  // `fallback`: the default, as written
+  std::string name, type;  // `type` for errors
   Kind kind = Kind::kOther;
+  int length = 0;  // of the type bool[3]; otherwise 0
   bool optional = false, has_default = false;
 };
 
-// name(arguments) -> results, and the text below it.
+// name(arguments) -> results, and the text below it. The Prover adds the arguments and results.
 struct Schema {
   std::string text, name, summary, details;
   int number = 0;
-  std::vector<Argument> arguments;
-  std::vector<Argument> results;
-};
-
-// A term of the line `linear`, such as result(x, y).
-struct Term {
-  std::string result;
-  std::vector<std::string> factors;
+  std::vector<Argument> arguments, results;
 };
 
 struct Text {
   std::vector<Schema> schemas;
   std::vector<Line> lines;
   std::vector<std::string> sizes;
-  std::vector<Term> terms;
-  std::vector<std::string> joined;         // sizes along which vmap concatenates its items
-  int linear_number = 0, vmap_number = 0;  // of these lines; 0: there is none
+  std::vector<std::string> joined;  // sizes along which vmap concatenates its items
+  int vmap_number = 0;              // of this line; 0: there is none
 
   // Return the number of the line with a name, or -1.
   int line(const std::string& name) const {
@@ -175,15 +149,6 @@ struct Text {
     return known == sizes.end() ? -1 : int(known - sizes.begin());
   }
 };
-
-// Return a number such as -1.5 or 1e-3. Unlike std::stod, it does not depend on the locale.
-inline double number_in(const std::string& text) {
-  std::istringstream stream(text);
-  stream.imbue(std::locale::classic());
-  double number = 0;
-  stream >> number;
-  return number;
-}
 
 // An error in a contract.
 struct Mistake : std::runtime_error {
@@ -220,8 +185,8 @@ class Reader {
       } else if (is_space(line[0])) {
         fail("expected a schema or the name of an argument at the line's beginning");
       } else {
-        const size_t name_end = line.find_first_not_of(kSchemaName);
-        name_end != std::string::npos&& line[name_end] == '(' ? read_schema() : read_entry();
+        line[std::min(line.find_first_of(" ("), line.size() - 1)] == '(' ? read_schema()
+                                                                         : read_entry();
       }
     }
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
@@ -229,9 +194,6 @@ class Reader {
   }
 
  private:
-  static constexpr const char* kSchemaName =
-      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_:";
-
   struct Token {
     enum Kind { kEnd, kName, kNumber, kString, kSign } kind;
     std::string text;
@@ -315,15 +277,8 @@ class Reader {
       return Token{kind, source_.substr(at_, end - at_), at_, end};
     };
     if (at_ == limit_ || (clause_ != std::string::npos && is_stop(at_))) return token(Token::kEnd);
-    const auto digits = [&] {
-      while (end < limit_ && is_digit(source_[end])) ++end;
-    };
     if (is_digit(source_[at_])) {
-      digits();
-      if (end + 1 < limit_ && source_[end] == '.' && is_digit(source_[end + 1])) {
-        ++end;
-        digits();
-      }
+      while (is_digit(source_[end]) || (source_[end] == '.' && is_digit(source_[end + 1]))) ++end;
       return token(Token::kNumber);
     }
     if (is_name_part(source_[at_])) {
@@ -378,33 +333,36 @@ class Reader {
     while (accept(",") ? (accept("or"), true) : accept("or"));
   }
 
-  // Return an integer such as 12, -5 or 2^40. The number of a product may be followed by a name.
-  int64_t take_integer(bool may_have_name = false) {
-    const bool is_negative = accept("-");
-    size_t end = 0;  // of the digits
-    const auto digits = [&] {
-      const Token token = peek();
-      if (token.kind != Token::kNumber || token.text.find('.') != std::string::npos)
-        expected("an integer such as 12 or 2^40");
-      at_ = end = token.end;
-      int64_t number = 0;
-      const char* const text = token.text.c_str();
-      if (std::from_chars(text, text + token.text.size(), number).ec != std::errc())
-        fail("a number is too large");
-      return number;
-    };
-    int64_t number = digits();
-    if (accept("^")) {
-      const int64_t base = number;
-      int64_t power = digits();
-      if (base < 2 || power > 62) fail("a number is too large, or no power of 2 or more");
-      for (number = 1; power > 0; --power)
-        if (__builtin_mul_overflow(number, base, &number)) fail("a number is too large");
-      if (is_next("^")) expected("one power");
+  int64_t integer_in(const std::string& digits) const {
+    int64_t number = 0;
+    if (std::from_chars(digits.data(), digits.data() + digits.size(), number).ec != std::errc())
+      fail("a number is too large");
+    return number;
+  }
+
+  // Read a number such as 12, -5, 2^40 or 0.5.
+  Bound take_number(Compare compare) {
+    Bound number{compare};
+    peek();
+    const size_t begin = at_;
+    const int sign = accept("-") ? -1 : 1;
+    std::string digits = take(Token::kNumber, "a number");
+    const size_t point = digits.find('.');
+    number.whole = point == std::string::npos;
+    if (!number.whole) digits.erase(point, 1);
+    const int64_t base = number.integer = integer_in(digits);
+    if (number.whole && accept("^")) {
+      const int64_t power = integer_in(take(Token::kNumber, "a power"));
+      if (base < 2 || power < 1 || power > 62) fail("a number is too large, or no power of 2");
+      for (int64_t k = 1; k < power; ++k)
+        if (__builtin_mul_overflow(number.integer, base, &number.integer))
+          fail("a number is too large");
     }
-    if (!may_have_name && end < limit_ && is_name_part(source_[end]))
-      fail("expected a space behind a number");
-    return is_negative ? -number : number;
+    number.integer *= sign;
+    number.real = double(number.integer);
+    if (!number.whole) number.real /= std::pow(10, digits.size() - point);
+    number.text = joined(text_from(begin));
+    return number;
   }
 
   std::string text_from(size_t begin) const { return source_.substr(begin, at_ - begin); }
@@ -424,10 +382,10 @@ class Reader {
     Product product{1, {}};
     do {
       if (peek().kind == Token::kNumber) {
-        const size_t end = peek().end;
-        if (__builtin_mul_overflow(product.factor, take_integer(true), &product.factor))
+        const int64_t factor = integer_in(take(Token::kNumber, "a number"));
+        if (__builtin_mul_overflow(product.factor, factor, &product.factor))
           fail("a product is too large");
-        if (at_ != end || at_ == limit_ || !is_name_part(source_[at_])) continue;  // not 4K
+        if (!is_name_part(source_[at_])) continue;  // not 4K
       }
       product.sizes.push_back(size_named(take_name("a size, such as N, 3, 2N or N + M")));
     } while (accept("*"));
@@ -449,27 +407,17 @@ class Reader {
 
   // ---- lines ------------------------------------------------------------------------------------
 
+  // Read a schema, which the Prover parses, and the indented text below it.
   void read_schema() {
     Schema schema;
     schema.number = line_number(at_);
-    const size_t begin = at_;
-    schema.name = take_name("a name");
-    if (accept("::")) schema.name += "::" + take_name("a name");
+    const size_t begin = at_, arrow = source_.find("->", at_);
+    schema.name = source_.substr(begin, source_.find('(', begin) - begin);
     name_ = schema.name;
-    require("(");
-    if (!accept(")")) do {
-        if (accept("*")) continue;  // the arguments that follow are given by name
-        schema.arguments.push_back(take_argument());
-      } while (accept(",") || (require(")"), false));
-    if (!is_next("->")) expected("`-> ` and the results behind the arguments");
-    require("->");
-    if (accept("(")) {
-      do schema.results.push_back(take_result());
-      while (accept(",") || (require(")"), false));
-    } else {
-      limit_ = line_end(at_);
-      schema.results.push_back(take_result());
-    }
+    if (arrow == std::string::npos) fail("expected `-> ` and the results behind the arguments");
+    at_ = std::min(source_.find_first_not_of(" \n", arrow + 2), source_.size() - 1);
+    at_ = source_[at_] == '(' ? std::min(source_.find(')', at_), source_.size() - 1) + 1
+                              : line_end(at_);
     schema.text = joined(text_from(begin));
     if (!is_blank(source_.substr(at_, line_end(at_) - at_)))
       expected("the end of the line behind the results");
@@ -489,62 +437,7 @@ class Reader {
     text_.schemas.push_back(std::move(schema));
   }
 
-  // Read a type such as `Tensor?`, `SymInt[2]` or `float[]?`.
-  void take_type(Argument& argument) {
-    static constexpr std::pair<const char*, Kind> kKinds[] = {
-        {"Tensor", Kind::kTensor}, {"int", Kind::kInt},       {"SymInt", Kind::kInt},
-        {"float", Kind::kFloat},   {"bool", Kind::kBool},     {"str", Kind::kString},
-        {"int[]", Kind::kInts},    {"SymInt[]", Kind::kInts}, {"float[]", Kind::kFloats},
-        {"bool[]", Kind::kMask}};
-    std::string type = take_name("a type, such as Tensor, int or float[]");
-    argument.type = type;
-    if (is_next("(")) fail(type + "(a!) would be changed; return a result instead");
-    while (accept("[")) {
-      argument.type += '[';
-      if (peek().kind == Token::kNumber) argument.type += take(Token::kNumber, "a number");
-      require("]");
-      argument.type += ']';
-      type += "[]";
-    }
-    if (accept("?")) {
-      argument.type += '?';
-      argument.optional = true;
-    }
-    if (accept("[")) {  // a list of optional ones
-      require("]");
-      argument.type += "[]";
-      type.clear();
-    }
-    for (const auto& [name, kind] : kKinds)
-      if (type == name) argument.kind = kind;
-    const bool is_number = argument.kind >= Kind::kInt && argument.kind <= Kind::kString;
-    if (argument.optional && is_number) argument.kind = Kind::kOther;
-  }
-
-  Argument take_argument() {
-    Argument argument;
-    take_type(argument);
-    argument.name = take_name("the name of an argument");
-    if (!accept("=")) return argument;
-    argument.has_default = true;
-    peek();
-    const size_t begin = at_;
-    for (int depth = 0; depth > 0 || (!is_next(",") && !is_next(")")); at_ = peek().end) {
-      if (peek().kind == Token::kEnd) expected("the end of a default");
-      depth += is_next("[") - is_next("]");
-    }
-    argument.fallback = joined(text_from(begin));
-    return argument;
-  }
-
-  Argument take_result() {
-    Argument result;
-    take_type(result);
-    if (peek().kind == Token::kName) result.name = take_name("a name");
-    return result;
-  }
-
-  // Read the line of an argument or a result, `linear` or `vmap`.
+  // Read the line of an argument or a result, or `vmap`.
   void read_entry() {
     const size_t begin = at_;
     const int number = line_number(at_);
@@ -560,13 +453,8 @@ class Reader {
     clause_ = at_;
     peek();
     clause_ = at_;
-    form_ = name == "linear" ? "y(x, w) + z(w)" : "joins N, M";
-    if (name == "linear") {
-      if (text_.linear_number) fail("a second line `linear`");
-      text_.linear_number = number;
-      do text_.terms.push_back(take_term());
-      while (accept("+"));
-    } else if (name == "vmap") {
+    form_ = "joins N, M";
+    if (name == "vmap") {
       if (text_.vmap_number) fail("a second line `vmap`");
       text_.vmap_number = number;
       require("joins");
@@ -607,15 +495,6 @@ class Reader {
     at_ = limit_ + 1;
   }
 
-  Term take_term() {
-    Term term{take_name("a result, as in y(x, w)"), {}};
-    require("(");
-    do term.factors.push_back(take_name("an argument"));
-    while (accept(","));
-    require(")");
-    return term;
-  }
-
   // ---- clauses ----------------------------------------------------------------------------------
 
   void read_clause(Line& line) {
@@ -633,8 +512,6 @@ class Reader {
       line.type_text = "like " + (line.like = take_name("the name of a tensor"));
     else if (is(accept("entries"), "entries", "entries -1 or 0 <= j < n at row, slot"))
       read_entries(line);
-    else if (is(accept("from"), "from", "from op(x, y) | from op(x, y), made where absent on CUDA"))
-      read_origin(line);
     else if (is(accept("constant"), "constant", "constant"))
       line.is_constant = true;
     else if (is(is_name && type_named(next.text) != Type::kNone, "dtype",
@@ -644,11 +521,10 @@ class Reader {
       read_list([&] { add_new(line.choices, take(Token::kString, "a string")); });
     else if (is(line.is_tensor() && (is_name || is_number), "limit", "N >= 1 | n*K < 2^32 on CUDA"))
       read_limit(line);
-    else if (is(is_number || is_next("-"), "bounds", "0 to 2^40 | 1, 2 or 3"))
-      read_numbers(line);
-    else if (is(next.text[0] == '<' || next.text[0] == '>', "bounds", "> 0 and <= 10 | > other"))
-      do line.bounds.push_back(take_bound());
-      while (accept("and"));
+    else if (is(is_number || is_next("-"), "bounds", "0 to 2^40"))
+      read_range(line);
+    else if (is(next.text[0] == '<' || next.text[0] == '>', "bounds", "> 0 | <= 2.5"))
+      line.bounds.push_back(take_bound());
     else
       fail_unknown(line);
     if (kind != "limit" && std::count(line.clauses.begin(), line.clauses.end(), kind))
@@ -677,7 +553,7 @@ class Reader {
           shape.push_back(take_sum());
         while (accept(",") || (require("]"), false));
       if (shape.size() > kMostDimensions) fail("more than 8 dimensions");
-      add_new(line.shapes, shape);
+      line.shapes.push_back(shape);
     });
     if (line.any_shape && !line.shapes.empty()) fail("[...] is every shape, so it stands alone");
     line.shape_text = joined(text_from(begin));
@@ -740,8 +616,7 @@ class Reader {
     const size_t begin = at_;
     limit.sum = take_sum();
     limit.bound = take_bound();
-    if (limit.bound.named || !limit.bound.whole)
-      fail("expected sizes and then an integer, as in N >= 1");
+    if (!limit.bound.whole) fail("expected sizes and then an integer, as in N >= 1");
     if (accept("on")) {
       require("CUDA");
       limit.on_cuda = true;
@@ -750,82 +625,28 @@ class Reader {
     line.limits.push_back(std::move(limit));
   }
 
-  // Read `from edge_order(edge_index, natoms), made where absent on CUDA`.
-  void read_origin(Line& line) {
-    const size_t begin = at_;
-    const Term term = take_term();
-    line.made_text = " from " + joined(text_from(begin));
-    line.made_by = term.result;
-    line.made_of = term.factors;
-    if (!accept(",")) return;
-    for (const char* word : {"made", "where", "absent", "on", "CUDA"}) require(word);
-    line.made_on_cuda = true;
-  }
-
-  // Read `> 0` or `<= most`.
   Bound take_bound() {
-    if (accept("<=")) return take_value(Compare::kAtMost);
-    if (accept(">=")) return take_value(Compare::kAtLeast);
-    if (accept("<")) return take_value(Compare::kLess);
-    if (accept(">")) return take_value(Compare::kMore);
+    if (accept("<=")) return take_number(Compare::kAtMost);
+    if (accept(">=")) return take_number(Compare::kAtLeast);
+    if (accept("<")) return take_number(Compare::kLess);
+    if (accept(">")) return take_number(Compare::kMore);
     expected("`<`, `<=`, `>` or `>=`");
-  }
-
-  // Read the number or the argument of a bound.
-  Bound take_value(Compare compare) {
-    Bound bound;
-    bound.compare = compare;
-    const bool is_negative = is_next("-");
-    const size_t begin = at_;
-    if (peek().kind == Token::kName && !is_negative) {
-      bound.named = true;
-      bound.text = take_name("an argument");
-      return bound;
-    }
-    if (is_negative) require("-");
-    const size_t digits = peek().begin;
-    size_t end = peek().end;
-    bound.whole = peek().text.find('.') == std::string::npos;
-    if (source_[end] == 'e' && peek().kind == Token::kNumber) {  // an exponent, as in 1e-3
-      bound.whole = false;
-      end += source_[end + 1] == '-' || source_[end + 1] == '+' ? 2 : 1;
-      if (!is_digit(source_[end])) expected("an exponent such as e-3");
-      while (is_digit(source_[end])) ++end;
-    }
-    if (bound.whole) {
-      at_ = begin;
-      bound.real = double(bound.integer = take_integer());
-    } else {
-      take(Token::kNumber, "a number");
-      at_ = end;
-      bound.real = number_in(source_.substr(digits, end - digits)) * (is_negative ? -1 : 1);
-      if (std::abs(bound.real) > 1e300) fail("a number is too large");
-    }
-    bound.text = joined(text_from(begin));
-    return bound;
   }
 
   [[noreturn]] void fail_unknown(const Line& line) {
     form_ = line.is_tensor()
                 ? "float32 or float64 | like x | entries 0 <= i < n at row | n < 2^30 | constant"
-                : "[N, 3] | 0 to 2^40 | > 0 | 1, 2 or 3 | \"a\" or \"b\"";
+                : "[N, 3] | 0 to 2^40 | > 0 | \"a\" or \"b\"";
     expected(line.is_tensor() ? "a clause of a tensor"
                               : "a clause, or text that begins with a capital letter");
   }
 
-  // Read `0 to 2^40` or `1, 2 or 3`.
-  void read_numbers(Line& line) {
-    const Bound first = take_value(Compare::kAtLeast);
-    if (accept("to")) {
-      peek();
-      line.bounds = {first, take_value(Compare::kAtMost)};
-      if (line.bounds[1].named || first.real > line.bounds[1].real)
-        fail("expected two numbers, the lower one first");
-      return;
-    }
-    if (!first.whole || (!is_next(",") && !is_next("or"))) expected("`to`, or another number");
-    line.numbers = {first.integer};
-    while (accept(",") ? (accept("or"), true) : accept("or")) add_new(line.numbers, take_integer());
+  // Read `0 to 2^40`.
+  void read_range(Line& line) {
+    line.bounds.push_back(take_number(Compare::kAtLeast));
+    require("to");
+    line.bounds.push_back(take_number(Compare::kAtMost));
+    if (line.bounds[0].real > line.bounds[1].real) fail("expected the lower number first");
   }
 
   const std::string source_;
