@@ -270,7 +270,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     if (!to.grad_warp) return;
     double grad_m[9] = {};
-    if (has_source) {
+    // A nearest pixel does not move.
+    if (has_source && sizes.interpolation != Interpolation::kNearest) {
       double gx = 0, gy = 0;
       for (int64_t c = 0; c < channels.count; ++c) {
         const double g = to.grad[output_offset(sizes, n, channels.first + c, v) + u];
