@@ -429,8 +429,8 @@ def warp_perspective(
     each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
     last column has that towards smaller x, and the last row that towards smaller y.
 
-    Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
-    torch.use_deterministic_algorithms. Autocast changes nothing.
+    Deterministic on the CPU and on CUDA. Forward mode for warp and derivatives beyond the first also
+    call PyTorch's operators. Autocast changes nothing.
     """
 
 def calculateForce(

@@ -15,6 +15,7 @@ from functools import partial
 import cv2
 import numpy as np
 import torch
+from torch.func import jvp
 
 import calcops_jit
 
@@ -159,7 +160,6 @@ def tangents(seconds):
     Both are divided by the time of the forward.
     """
     set_threads(1)
-    tangent = torch.ops.calcops._warp_perspective_tangent
     backward = torch.ops.calcops._warp_perspective_backward
     print(f"{'':<52}{'forward ms':>12}{'tangent / forward':>20}{'gradient / forward':>20}")
     for size, (height, width, channels) in SIZES.items():
@@ -171,8 +171,12 @@ def tangents(seconds):
                 upstream = torch.rand(channels, height, width)
                 calls = [
                     lambda: calcops_jit.warp_perspective(image, warp, target, *options),  # noqa: B023
-                    lambda: tangent(warp, image, warp, target, *options),  # noqa: B023
-                    lambda: backward(upstream, image, warp, *options, (False, True)),  # noqa: B023
+                    lambda: jvp(  # noqa: B023
+                        lambda w: calcops_jit.warp_perspective(image, w, target, *options),  # noqa: B023
+                        (warp,),  # noqa: B023
+                        (warp,),  # noqa: B023
+                    ),
+                    lambda: backward(upstream, image, warp, *options, 0, 0, (False, True)),  # noqa: B023
                 ]
                 forward, tangent_ms, gradient_ms = best(calls, seconds)
                 ratios = f"{tangent_ms / forward:>20.2f}{gradient_ms / forward:>20.2f}"

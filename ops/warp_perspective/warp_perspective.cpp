@@ -4,7 +4,6 @@
 #include <calcops/operator.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -40,6 +39,11 @@ void check_size(const char* name, const Value& size) {
     refuse(kOp, name, "(height, width), both >= 0", size);
 }
 
+void check_has_slopes(const Value& interpolation) {
+  if (interpolation.is("nearest"))
+    refuse(kOp, "interpolation", "\"linear\" or \"cubic\" for a slope", interpolation);
+}
+
 // Raise an error unless x has a shape. `what` says where it comes from.
 void check_shape(const char* name, const Value& x, const char* what, const Value& shape) {
   bool is_same = x.dim() == shape.length();
@@ -72,29 +76,30 @@ void check_backward(Value* arguments, Value*) {
   check_border(arguments[5], dims.C);
   if (grad.dim() < 2) refuse(kOp, "grad_result", "of two dimensions or more", grad.shape());
   check_shape("grad_result", grad, "of shape", dims.shape(grad.size(-2), grad.size(-1)));
+  if (!arguments[7].equals(0) || !arguments[8].equals(0)) check_has_slopes(arguments[3]);
 }
 
-// (tangent, image, warp, dsize, interpolation, border_mode, border_value, inverse_map)
-void check_tangent(Value* arguments, Value* result_shapes) {
-  const Dimensions dims(arguments[1], arguments[2]);
-  check_shape("tangent", arguments[0], "of the shape of `warp`,", arguments[2].shape());
-  check_border(arguments[6], dims.C);
-  check_size("dsize", arguments[3]);
-  result_shapes[0] = dims.shape(arguments[3][0], arguments[3][1]);
+// (pixels, warp, dsize, interpolation, border_mode, border_value, inverse_map, order_x, order_y)
+void check_slope(Value* arguments, Value* result_shapes) {
+  const Dimensions dims(arguments[0], arguments[1]);
+  check_border(arguments[5], dims.C);
+  check_size("dsize", arguments[2]);
+  check_has_slopes(arguments[3]);
+  result_shapes[0] = dims.shape(arguments[2][0], arguments[2][1]);
 }
 
-// (matrices, size, dsize, taps, border_mode, inverse_map)
-void check_cells(Value* arguments, Value* result_shapes) {
+// (matrices, size, dsize, interpolation, border_mode, inverse_map)
+void check_sources(Value* arguments, Value* result_shapes) {
   const Value& dsize = arguments[2];
   check_size("size", arguments[1]);
   check_size("dsize", dsize);
-  result_shapes[0] = Value::list(arguments[0].size(0), arguments[3] * 2 + 7, dsize[0] * dsize[1]);
+  result_shapes[0] = Value::list(arguments[0].size(0), 3, dsize[0] * dsize[1]);
 }
 
 const Check kChecks[] = {{"warp_perspective", check}};
 const Check kChecksOfDerivatives[] = {{"_warp_perspective_backward", check_backward},
-                                      {"_warp_perspective_tangent", check_tangent},
-                                      {"_warp_perspective_cells", check_cells}};
+                                      {"_warp_perspective_slope", check_slope},
+                                      {"_warp_perspective_sources", check_sources}};
 
 // ---- the contracts ------------------------------------------------------------------------------
 
@@ -122,8 +127,8 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
   last column has that towards smaller x, and the last row that towards smaller y.
 
-  Deterministic on the CPU and on CUDA. Derivatives beyond the first run through ATen and follow
-  torch.use_deterministic_algorithms. Autocast changes nothing.
+  Deterministic on the CPU and on CUDA. Forward mode for warp and derivatives beyond the first also
+  call PyTorch's operators. Autocast changes nothing.
 
 image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                [N, C, H, W], [C, H, W] or [H, W], with any strides.
@@ -152,35 +157,37 @@ result         [...]; like image. Of shape [N, C, height, width], [C, height, wi
 const Contract kDerivativesContract(R"(
 _warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str interpolation,
                            str border_mode, float[1]? border_value, bool inverse_map,
+                           int order_x, int order_y,
                            bool[2] output_mask) -> (Tensor image, Tensor warp)
-  Gradients for image and warp, from that for the result. A gradient that is not wanted has no
-  elements.
+  Gradients for image and warp, from that for the result or for its slope. A gradient that is not
+  wanted has no elements.
 
-_warp_perspective_tangent(Tensor tangent, Tensor image, Tensor warp, SymInt[2] dsize,
-                          str interpolation, str border_mode, float[]? border_value,
-                          bool inverse_map) -> Tensor result
-  Derivative of the result along a tangent of warp.
+_warp_perspective_slope(Tensor pixels, Tensor warp, SymInt[2] dsize, str interpolation,
+                        str border_mode, float[]? border_value, bool inverse_map, int order_x,
+                        int order_y) -> Tensor slope
+  Derivative of each pixel of the result for the position in the image. A pixel without a source
+  is 0.
 
-_warp_perspective_cells(Tensor matrices, SymInt[2] size, SymInt[2] dsize, SymInt taps,
-                        str border_mode, bool inverse_map) -> (Tensor cells, Tensor scale)
-  The source and the taps of each pixel of the result, as numbers in the order of CellNumber
-  (warp_perspective.h). `scale` is the factor by which the kernels multiply a matrix, or 0 if no
-  pixel has a source.
+_warp_perspective_sources(Tensor matrices, SymInt[2] size, SymInt[2] dsize, str interpolation,
+                          str border_mode, bool inverse_map) -> (Tensor sources, Tensor scale)
+  The source (x, y, W) of each pixel of the result (warp_perspective.h), or zeros if it has none.
+  `scale` is the factor by which the kernels multiply a matrix, or 0 if no pixel has a source.
 
+grad_result    [...]; like image. The gradient of the result, or of its slope.
 image          [...]; float16, bfloat16, float32 or float64.
+pixels         [...]; float64. The image.
 warp           [...]; float32 or float64 read as float64.
 size           Size of the image, (H, W).
 dsize          Size of the result, (height, width).
-taps           2 to 4. Number of taps along an axis: 4 if cubic, else 2.
 interpolation  "linear", "cubic" or "nearest".
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent".
 border_value   As for calcops::warp_perspective.
 inverse_map    As for calcops::warp_perspective.
-tangent        [...]; like warp. Direction in which warp moves.
-result         [...]; like image.
-grad_result    [...]; like image.
-matrices       [N, 3, 3]; float64. The matrices of the cells.
-cells          [...]; float64. Of shape [N, 7 + 2*taps, height*width].
+order_x        0 to 1000. How often the result is differentiated for x.
+order_y        0 to 1000. How often it is differentiated for y.
+slope          [...]; float64.
+matrices       [N, 3, 3]; float64. The matrices of the sources.
+sources        [...]; float64. Of shape [N, 3, height*width].
 scale          [N, 1, 1]; float64.
 )",
                                     kDerivativesOfDerivatives, kChecksOfDerivatives);
@@ -201,13 +208,15 @@ struct Inputs {
   WarpInputs<Pixel> in;
 
   Inputs(Image<Pixel> image, Matrices warp, Interpolation interpolation, Border border_mode,
-         Floats values, bool inverse_map, const int64_t* out_shape)
+         Floats values, bool inverse_map, const int64_t* out_shape, int64_t order_x = 0,
+         int64_t order_y = 0)
       : border_value(image.shape[1], values.size == 1 ? values.data[0] : 0) {
     if (values.size > 1) std::copy_n(values.data, values.size, border_value.begin());
     const auto [image_batch, channels, height, width] = image.shape;
     const int64_t batch = image_batch == 1 ? warp.shape[0] : image_batch;
-    in.sizes = {batch,        image_batch,  warp.shape[0], channels,      height,     width,
-                out_shape[2], out_shape[3], border_mode,   interpolation, inverse_map};
+    in.sizes = {batch,       image_batch,  warp.shape[0], channels,    height,
+                width,       out_shape[2], out_shape[3],  border_mode, interpolation,
+                inverse_map, int(order_x), int(order_y)};
     in.image = image.data;
     std::copy_n(image.stride, 4, in.image_stride);
     in.warp = warp.data;
@@ -215,115 +224,80 @@ struct Inputs {
   }
 };
 
-int64_t bytes_of(const int64_t* shape, size_t pixel_bytes) {
-  return shape[0] * shape[1] * shape[2] * shape[3] * int64_t(pixel_bytes);
-}
-
-template <class Pixel>
-void cpu(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation, Border border_mode,
-         Floats border_value, bool inverse_map, View<const Pixel, 4> destination,
-         View<Pixel, 4> out) {
+// A kernel for CUDA has a stream as its last argument, one for the CPU has none.
+template <class Pixel, class... Stream>
+auto forward(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation,
+             Border border_mode, Floats border_value, bool inverse_map,
+             View<const Pixel, 4> destination, View<Pixel, 4> out, Stream... stream) {
   const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                              out.shape);
-  if (destination) std::memcpy(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)));
-  warp_perspective_cpu(inputs.in, out.data);
+  return warp_perspective(inputs.in, destination.data, out.data, stream...);
+}
+
+template <class... Stream>
+auto slope(Image<double> image, Matrices warp, Sizes, Interpolation interpolation,
+           Border border_mode, Floats border_value, bool inverse_map, int64_t order_x,
+           int64_t order_y, View<double, 4> out, Stream... stream) {
+  const Inputs<double> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                              out.shape, order_x, order_y);
+  return warp_perspective_slope(inputs.in, out.data, stream...);
+}
+
+template <class... Stream>
+auto sources(Matrices warp, Sizes size, Sizes dsize, Interpolation interpolation,
+             Border border_mode, bool inverse_map, View<double, 3> sources, View<double, 3> scale,
+             Stream... stream) {
+  const int64_t count = warp.shape[0];
+  const WarpSizes sizes{count,         1,
+                        count,         1,
+                        size.data[0],  size.data[1],
+                        dsize.data[0], dsize.data[1],
+                        border_mode,   interpolation,
+                        inverse_map};
+  return warp_perspective_sources(sizes, warp.data, sources.data, scale.data, stream...);
 }
 
 template <class Real>
 void backward_cpu(View<const Real, 4> grad, Image<Real> image, Matrices warp,
                   Interpolation interpolation, Border border_mode, Floats border_value,
-                  bool inverse_map, View<Real, 4> grad_image, View<double, 3> grad_warp) {
+                  bool inverse_map, int64_t order_x, int64_t order_y, View<Real, 4> grad_image,
+                  View<double, 3> grad_warp) {
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            grad.shape);
-  warp_perspective_backward_cpu<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data});
+                            grad.shape, order_x, order_y);
+  warp_perspective_backward<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data});
 }
 
-template <class Real>
-void tangent_cpu(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
-                 Interpolation interpolation, Border border_mode, Floats border_value,
-                 bool inverse_map, View<Real, 4> out) {
-  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            out.shape);
-  warp_perspective_tangent_cpu<Real>(inputs.in, {tangent.data, out.data});
-}
-
-WarpSizes cell_sizes(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-                     bool inverse_map) {
-  const int64_t count = warp.shape[0];
-  const Interpolation interpolation = taps == 4 ? Interpolation::kCubic : Interpolation::kLinear;
-  return {count,         1,
-          count,         1,
-          size.data[0],  size.data[1],
-          dsize.data[0], dsize.data[1],
-          border_mode,   interpolation,
-          inverse_map};
-}
-
-void cells_cpu(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-               bool inverse_map, View<double, 3> cells, View<double, 3> scale) {
-  const WarpSizes sizes = cell_sizes(warp, size, dsize, taps, border_mode, inverse_map);
-  warp_perspective_cells_cpu(sizes, warp.data, cells.data, scale.data);
-}
-
-const Kernel kCpu("warp_perspective", cpu<uint8_t>, cpu<uint16_t>, cpu<int16_t>, cpu<Float16>,
-                  cpu<BFloat16>, cpu<float>, cpu<double>);
+const Kernel kCpu("warp_perspective", forward<uint8_t>, forward<uint16_t>, forward<int16_t>,
+                  forward<Float16>, forward<BFloat16>, forward<float>, forward<double>);
 const Kernel kBackwardCpu("_warp_perspective_backward", backward_cpu<float>, backward_cpu<double>);
-const Kernel kTangentCpu("_warp_perspective_tangent", tangent_cpu<float>, tangent_cpu<double>);
-const Kernel kCellsCpu("_warp_perspective_cells", cells_cpu);
+const Kernel kSlopeCpu("_warp_perspective_slope", slope<>);
+const Kernel kSourcesCpu("_warp_perspective_sources", sources<>);
 
 #ifndef CALCOPS_NO_CUDA
-template <class Pixel>
-cudaError_t cuda(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation,
-                 Border border_mode, Floats border_value, bool inverse_map,
-                 View<const Pixel, 4> destination, View<Pixel, 4> out, cudaStream_t stream) {
-  const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                             out.shape);
-  if (destination) {
-    const cudaError_t error =
-        cudaMemcpyAsync(out.data, destination.data, bytes_of(out.shape, sizeof(Pixel)),
-                        cudaMemcpyDeviceToDevice, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return warp_perspective_cuda(inputs.in, out.data, stream);
-}
-
 template <class Real>
 cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices warp,
                           Interpolation interpolation, Border border_mode, Floats border_value,
-                          bool inverse_map, View<Real, 4> grad_image, View<double, 3> grad_warp,
-                          Workspace& workspace, cudaStream_t stream) {
+                          bool inverse_map, int64_t order_x, int64_t order_y,
+                          View<Real, 4> grad_image, View<double, 3> grad_warp, Workspace& workspace,
+                          cudaStream_t stream) {
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            grad.shape);
+                            grad.shape, order_x, order_y);
   if (!workspace.data) {
-    workspace.bytes = warp_perspective_backward_cuda_workspace(inputs.in.sizes);
+    workspace.bytes = warp_perspective_backward_workspace(inputs.in.sizes);
     return cudaSuccess;
   }
-  return warp_perspective_backward_cuda<Real>(
-      inputs.in, {grad.data, grad_image.data, grad_warp.data}, workspace.data, stream);
+  return warp_perspective_backward<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data},
+                                         workspace.data, stream);
 }
 
-template <class Real>
-cudaError_t tangent_cuda(Matrices tangent, Image<Real> image, Matrices warp, Sizes,
-                         Interpolation interpolation, Border border_mode, Floats border_value,
-                         bool inverse_map, View<Real, 4> out, cudaStream_t stream) {
-  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            out.shape);
-  return warp_perspective_tangent_cuda<Real>(inputs.in, {tangent.data, out.data}, stream);
-}
-
-cudaError_t cells_cuda(Matrices warp, Sizes size, Sizes dsize, int64_t taps, Border border_mode,
-                       bool inverse_map, View<double, 3> cells, View<double, 3> scale,
-                       cudaStream_t stream) {
-  const WarpSizes sizes = cell_sizes(warp, size, dsize, taps, border_mode, inverse_map);
-  return warp_perspective_cells_cuda(sizes, warp.data, cells.data, scale.data, stream);
-}
-
-const Kernel kCuda("warp_perspective", cuda<uint8_t>, cuda<uint16_t>, cuda<int16_t>, cuda<Float16>,
-                   cuda<BFloat16>, cuda<float>, cuda<double>);
+using S = cudaStream_t;
+const Kernel kCuda("warp_perspective", forward<uint8_t, S>, forward<uint16_t, S>,
+                   forward<int16_t, S>, forward<Float16, S>, forward<BFloat16, S>,
+                   forward<float, S>, forward<double, S>);
 const Kernel kBackwardCuda("_warp_perspective_backward", backward_cuda<float>,
                            backward_cuda<double>);
-const Kernel kTangentCuda("_warp_perspective_tangent", tangent_cuda<float>, tangent_cuda<double>);
-const Kernel kCellsCuda("_warp_perspective_cells", cells_cuda);
+const Kernel kSlopeCuda("_warp_perspective_slope", slope<S>);
+const Kernel kSourcesCuda("_warp_perspective_sources", sources<S>);
 #endif
 
 }  // namespace

@@ -73,41 +73,30 @@ Channels channels_from(const WarpInputs<Pixel>& in, int64_t first) {
   return channels;
 }
 
-// A homography, and the tangent of m.
-struct Motion {
-  Homography map;
-  double moved[9];
-};
-
-// `tangent` is nullptr or that of warp. Not inlined, so that the kernels do not need its registers,
-// which only one thread uses.
-__device__ __attribute__((noinline)) void prepare(const double* warp, const double* tangent,
-                                                  bool inverse_map, Motion* motion) {
-  motion->map = make_homography(warp, inverse_map);
-  if (tangent) homography_tangent(motion->map, tangent, inverse_map, motion->moved);
+// Not inlined, so that the kernels do not need its registers, which only one thread uses.
+__device__ __attribute__((noinline)) void prepare(const double* warp, bool inverse_map,
+                                                  Homography* map) {
+  *map = make_homography(warp, inverse_map);
 }
 
 // The homography of an image, in shared memory for all threads of the block.
 class SharedHomography {
  public:
   template <class Pixel>
-  __device__ const Homography& of(const WarpInputs<Pixel>& in, int64_t n,
-                                  const double* tangent = nullptr) {
+  __device__ const Homography& of(const WarpInputs<Pixel>& in, int64_t n) {
     const int64_t matrix = in.sizes.warp_batch == 1 ? 0 : n;
-    if (matrix == loaded_) return room_.map;
+    if (matrix == loaded_) return room_;
     __syncthreads();
-    if (threadIdx.x == 0)
-      prepare(in.warp + 9 * matrix, tangent ? tangent + 9 * matrix : nullptr, in.sizes.inverse_map,
-              &room_);
+    if (threadIdx.x == 0) prepare(in.warp + 9 * matrix, in.sizes.inverse_map, &room_);
     __syncthreads();
     loaded_ = matrix;
-    return room_.map;
+    return room_;
   }
 
-  __device__ explicit SharedHomography(Motion& room) : room_(room) {}
+  __device__ explicit SharedHomography(Homography& room) : room_(room) {}
 
  private:
-  Motion& room_;
+  Homography& room_;
   int64_t loaded_ = -1;
 };
 
@@ -127,7 +116,7 @@ constexpr int64_t kChannelsPerThread = 16;
 template <Border kBorder, int kTaps, class Pixel>
 __global__ void __launch_bounds__(kThreads, kTaps == 2 ? 4 : 2)
     forward_kernel(WarpInputs<Pixel> in, Pixel* out, Channels channels, Runs runs) {
-  __shared__ Motion room;
+  __shared__ Homography room;
   SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
   const Border border = kBorder == Border::kReflect ? sizes.border : kBorder;
@@ -254,7 +243,7 @@ template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     summarize_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Channels channels, Runs runs,
                      Memory work) {
-  __shared__ Motion room;
+  __shared__ Homography room;
   __shared__ Box boxes[kWarps];
   __shared__ double parts[kWarps][9];
   SharedHomography shared(room);
@@ -281,14 +270,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     if (!to.grad_warp) return;
     double grad_m[9] = {};
-    if (has_source) {
+    // A nearest pixel does not move.
+    if (has_source && sizes.interpolation != Interpolation::kNearest) {
       double gx = 0, gy = 0;
       for (int64_t c = 0; c < channels.count; ++c) {
         const double g = to.grad[output_offset(sizes, n, channels.first + c, v) + u];
-        const Slope slope =
-            sample_slope(make_plane(in, n, channels.first + c, channels.border[c]), cell);
-        gx = fma(g, slope.x, gx);
-        gy = fma(g, slope.y, gy);
+        const Plane<Real> plane = make_plane(in, n, channels.first + c, channels.border[c]);
+        gx = fma(g, interpolate<double>(plane, cell, sizes.order_x + 1, sizes.order_y), gx);
+        gy = fma(g, interpolate<double>(plane, cell, sizes.order_x, sizes.order_y + 1), gy);
       }
       project_backward(source, static_cast<double>(u), static_cast<double>(v), gx, gy, grad_m);
     }
@@ -353,7 +342,7 @@ __device__ inline int take_lowest(unsigned& mask) {
 template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads, 2)
     image_gradient_kernel(WarpInputs<Real> in, WarpGradients<Real> to, Memory work) {
-  __shared__ Motion room;
+  __shared__ Homography room;
   __shared__ Places<kTaps> places[kThreads];
   __shared__ double fraction_x[kThreads], fraction_y[kThreads], grads[kThreads][kChannelsPerBlock];
   // Bit k % 32 of hits[k / 32][p]: pixel k of the destination's tile has a tap at pixel p of this
@@ -386,8 +375,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     double weight_x[kTaps], weight_y[kTaps];
     const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
     if (has_source) {
-      weights_of(cell.x.fraction, weight_x);
-      weights_of(cell.y.fraction, weight_y);
+      weights_of(cell.x.fraction, sizes.order_x, weight_x);
+      weights_of(cell.y.fraction, sizes.order_y, weight_y);
     }
     bool in_columns = false, in_rows = false;
     for (int k = 0; k < kTaps; ++k) {
@@ -419,8 +408,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       while (mask != 0) {
         const int k = 32 * warp + take_lowest(mask);
         const Places<kTaps> at = places[k];
-        weights_of(fraction_x[k], weight_x);
-        weights_of(fraction_y[k], weight_y);
+        weights_of(fraction_x[k], sizes.order_x, weight_x);
+        weights_of(fraction_y[k], sizes.order_y, weight_y);
         double along_x = 0, along_y = 0;
         for (int tap = 0; tap < kTaps; ++tap) {
           along_x += at.x[tap] == x ? weight_x[tap] : 0;
@@ -466,34 +455,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// ---- forward mode -------------------------------------------------------------------------------
+// ---- the slopes ---------------------------------------------------------------------------------
 
-template <int kTaps, class Real>
+template <int kTaps>
 __global__ void __launch_bounds__(kThreads, 2)
-    tangent_kernel(WarpInputs<Real> in, WarpTangent<Real> tangent, Channels channels, Runs runs) {
-  __shared__ Motion room;
+    slope_kernel(WarpInputs<double> in, double* out, Channels channels, Runs runs) {
+  __shared__ Homography room;
   SharedHomography shared(room);
   const WarpSizes& sizes = in.sizes;
   const Tiles tiles(sizes.out_height, sizes.out_width);
   visit_run(runs, blockIdx.x, tiles, [&](int64_t n, int64_t x, int64_t y) {
     const int64_t u = x * kTileWidth + thread_x(), v = y * kTileHeight + thread_y();
-    const Homography& map = shared.of(in, n, tangent.warp);
+    const Homography& map = shared.of(in, n);
     Source source;
     Cell<kTaps> cell;
     const bool has_source = find_cell(sizes, sizes.border, map, u, v, source, cell);
     if (u >= sizes.out_width || v >= sizes.out_height) return;
-    // A nearest pixel does not move.
-    const bool moves = has_source && sizes.interpolation != Interpolation::kNearest;
-    Slope motion{};
-    if (moves)
-      motion = motion_of(room.moved, row_of(room.moved, static_cast<double>(v)), source.x, source.y,
-                         1 / source.w, static_cast<double>(u));
-    for (int64_t c = channels.first; c < channels.first + channels.count; ++c) {
-      Slope slope{};
-      if (moves)
-        slope = sample_slope(make_plane(in, n, c, channels.border[c - channels.first]), cell);
-      tangent.out[output_offset(sizes, n, c, v) + u] =
-          moves ? static_cast<Real>(fma(slope.x, motion.x, slope.y * motion.y)) : 0;
+    for (int64_t c = 0; c < channels.count; ++c) {
+      const Plane<double> plane = make_plane(in, n, channels.first + c, channels.border[c]);
+      out[output_offset(sizes, n, channels.first + c, v) + u] =
+          has_source ? interpolate<double>(plane, cell, sizes.order_x, sizes.order_y) : 0;
     }
   });
 }
@@ -512,10 +493,10 @@ void launch_forward(const WarpInputs<Pixel>& in, Pixel* out, int64_t first_chann
   forward_kernel<kBorder, kTaps><<<blocks, kThreads, 0, stream>>>(in, out, channels, runs);
 }
 
-// Write cells and scale. For each matrix, one thread computes each pixel, and another the scale.
+// Write sources and scale. For each matrix, one thread computes each pixel, and another the scale.
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads)
-    cells_kernel(WarpSizes sizes, const double* warp, double* cells, double* scale) {
+    sources_kernel(WarpSizes sizes, const double* warp, double* sources, double* scale) {
   const int64_t pixels = sizes.out_height * sizes.out_width, items = pixels + 1;
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t item = int64_t(blockIdx.x) * kThreads + threadIdx.x; item < sizes.warp_batch * items;
@@ -525,27 +506,33 @@ __global__ void __launch_bounds__(kThreads)
     if (p == pixels)
       scale[i] = map.valid ? map.scale : 0;
     else
-      store_cell<kTaps>(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
-                        cells + i * (kTap + 2 * kTaps) * pixels + p);
+      store_source<kTaps>(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
+                          sources + 3 * i * pixels + p);
   }
 }
 
 }  // namespace
 
-cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* warp, double* cells,
-                                        double* scale, cudaStream_t stream) {
+cudaError_t warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                                     double* scale, cudaStream_t stream) {
   const int64_t items = sizes.warp_batch * (sizes.out_height * sizes.out_width + 1);
   const unsigned blocks = grid_of(divide_up(items, kThreads));
-  if (items > 0 && sizes.interpolation == Interpolation::kCubic)
-    cells_kernel<4><<<blocks, kThreads, 0, stream>>>(sizes, warp, cells, scale);
-  else if (items > 0)
-    cells_kernel<2><<<blocks, kThreads, 0, stream>>>(sizes, warp, cells, scale);
+  const bool cubic = sizes.interpolation == Interpolation::kCubic;
+  const auto kernel = cubic ? sources_kernel<4> : sources_kernel<2>;
+  if (items > 0) kernel<<<blocks, kThreads, 0, stream>>>(sizes, warp, sources, scale);
   return cudaGetLastError();
 }
 
 template <class Pixel>
-cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream) {
+cudaError_t warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out,
+                             cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
+  const size_t bytes = output_offset(sizes, sizes.batch, 0, 0) * sizeof(Pixel);
+  if (destination && bytes > 0) {
+    const cudaError_t error =
+        cudaMemcpyAsync(out, destination, bytes, cudaMemcpyDeviceToDevice, stream);
+    if (error != cudaSuccess) return error;
+  }
   const bool empty = sizes.batch == 0 || sizes.out_height == 0 || sizes.out_width == 0;
   const bool cubic = sizes.interpolation == Interpolation::kCubic;
   for (int64_t first = 0; first < sizes.channels && !empty; first += Channels::kMost) {
@@ -561,7 +548,7 @@ cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaS
   return cudaGetLastError();
 }
 
-int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes) {
+int64_t warp_perspective_backward_workspace(const WarpSizes& sizes) {
   return Memory(nullptr, sizes).bytes;
 }
 
@@ -592,9 +579,8 @@ void launch_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to, 
 }
 
 template <class Real>
-cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
-                                           const WarpGradients<Real>& to, void* workspace,
-                                           cudaStream_t stream) {
+cudaError_t warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
+                                      void* workspace, cudaStream_t stream) {
   const Memory work(workspace, in.sizes);
   if (in.sizes.interpolation == Interpolation::kCubic)
     launch_backward<4>(in, to, work, stream);
@@ -603,35 +589,32 @@ cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
   return cudaGetLastError();
 }
 
-template <class Real>
-cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
-                                          const WarpTangent<Real>& tangent, cudaStream_t stream) {
+cudaError_t warp_perspective_slope(const WarpInputs<double>& in, double* out, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
   const Runs runs(sizes.batch * Tiles(sizes.out_height, sizes.out_width).count);
   const bool cubic = sizes.interpolation == Interpolation::kCubic;
-  const auto kernel = cubic ? tangent_kernel<4, Real> : tangent_kernel<2, Real>;
+  const auto kernel = cubic ? slope_kernel<4> : slope_kernel<2>;
   for (int64_t first = 0; first < sizes.channels && runs.tiles > 0; first += Channels::kMost)
-    kernel<<<grid_of(runs.blocks), kThreads, 0, stream>>>(in, tangent, channels_from(in, first),
-                                                          runs);
+    kernel<<<grid_of(runs.blocks), kThreads, 0, stream>>>(in, out, channels_from(in, first), runs);
   return cudaGetLastError();
 }
 
-template cudaError_t warp_perspective_cuda(const WarpInputs<uint8_t>&, uint8_t*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<uint16_t>&, uint16_t*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<int16_t>&, int16_t*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<Float16>&, Float16*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<BFloat16>&, BFloat16*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<float>&, float*, cudaStream_t);
-template cudaError_t warp_perspective_cuda(const WarpInputs<double>&, double*, cudaStream_t);
-template cudaError_t warp_perspective_backward_cuda(const WarpInputs<float>&,
-                                                    const WarpGradients<float>&, void*,
-                                                    cudaStream_t);
-template cudaError_t warp_perspective_backward_cuda(const WarpInputs<double>&,
-                                                    const WarpGradients<double>&, void*,
-                                                    cudaStream_t);
-template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<float>&,
-                                                   const WarpTangent<float>&, cudaStream_t);
-template cudaError_t warp_perspective_tangent_cuda(const WarpInputs<double>&,
-                                                   const WarpTangent<double>&, cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<uint8_t>&, const uint8_t*, uint8_t*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<uint16_t>&, const uint16_t*, uint16_t*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<int16_t>&, const int16_t*, int16_t*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<Float16>&, const Float16*, Float16*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<BFloat16>&, const BFloat16*, BFloat16*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<float>&, const float*, float*, cudaStream_t);
+template cudaError_t warp_perspective(const WarpInputs<double>&, const double*, double*,
+                                      cudaStream_t);
+template cudaError_t warp_perspective_backward(const WarpInputs<float>&,
+                                               const WarpGradients<float>&, void*, cudaStream_t);
+template cudaError_t warp_perspective_backward(const WarpInputs<double>&,
+                                               const WarpGradients<double>&, void*, cudaStream_t);
 
 }  // namespace calcops::ops::warp_perspective

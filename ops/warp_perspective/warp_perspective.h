@@ -40,6 +40,8 @@ struct WarpSizes {
   Border border;
   Interpolation interpolation;
   bool inverse_map;
+  // Instead of the interpolated value, its derivative of this order for the source's x and y.
+  int order_x = 0, order_y = 0;
 };
 
 template <class Pixel>
@@ -58,54 +60,32 @@ struct WarpGradients {
   double* grad_warp;  // [warp_batch, 3, 3]; nullptr: not wanted
 };
 
-template <class Real>
-struct WarpTangent {
-  const double* warp;  // [warp_batch, 3, 3], the tangent of the matrices
-  Real* out;           // [N, C, h, w], the tangent of the result
-};
-
-// The numbers of a destination pixel from which second derivatives are computed. kX and kY are its
-// source (x, y), kW is W. Then come the fraction and the slope along both axes (Axis in
-// warp_perspective_math.h). From kTap on come the columns of the taps and then their rows, or -1
-// outside the image. If the pixel has no source, all numbers are 0.
-enum CellNumber { kX, kY, kW, kFractionX, kFractionY, kSlopeX, kSlopeY, kTap };
-
-// Return the number of taps along an axis.
-constexpr int taps_of(Interpolation interpolation) {
-  return interpolation == Interpolation::kCubic ? 4 : 2;
-}
-constexpr int cell_numbers(Interpolation interpolation) {
-  return kTap + 2 * taps_of(interpolation);
-}
-
-// With Border::kTransparent, `out` has the values of `destination` before the call.
+// Copy `destination` to `out`, if it is given, and write the pixels that have a source. Each
+// function has an overload with a stream, for device memory.
 template <class Pixel>
-void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out);
+void warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out);
 template <class Real>
-void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
-// Write the derivative of the result along a tangent of the matrices.
-template <class Real>
-void warp_perspective_tangent_cpu(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent);
-// Write the numbers of all destination pixels (CellNumber) to `cells` [warp_batch, cell_numbers,
-// h * w]. Write the factor Homography::scale of each matrix to `scale` [warp_batch], or 0 if no
-// pixel has a source.
-void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
-                                double* scale);
+void warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
+// Write the derivative of the order of `in.sizes` of the result for the position in the image.
+void warp_perspective_slope(const WarpInputs<double>& in, double* out);
+// Write the source of each pixel of the result to `sources` [warp_batch, 3, h * w] as (x, y, w), or
+// zeros if it has none. Write the factor Homography::scale of each matrix to `scale` [warp_batch],
+// or 0 if no pixel has a source.
+void warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                              double* scale);
 
 #ifndef CALCOPS_NO_CUDA
-cudaError_t warp_perspective_cells_cuda(const WarpSizes& sizes, const double* warp, double* cells,
-                                        double* scale, cudaStream_t stream);
 template <class Pixel>
-cudaError_t warp_perspective_cuda(const WarpInputs<Pixel>& in, Pixel* out, cudaStream_t stream);
-template <class Real>
-cudaError_t warp_perspective_tangent_cuda(const WarpInputs<Real>& in,
-                                          const WarpTangent<Real>& tangent, cudaStream_t stream);
+cudaError_t warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out,
+                             cudaStream_t stream);
 // Return the size in bytes of the `workspace` of the next function: uninitialised, 8-byte aligned.
-int64_t warp_perspective_backward_cuda_workspace(const WarpSizes& sizes);
+int64_t warp_perspective_backward_workspace(const WarpSizes& sizes);
 template <class Real>
-cudaError_t warp_perspective_backward_cuda(const WarpInputs<Real>& in,
-                                           const WarpGradients<Real>& to, void* workspace,
-                                           cudaStream_t stream);
+cudaError_t warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
+                                      void* workspace, cudaStream_t stream);
+cudaError_t warp_perspective_slope(const WarpInputs<double>& in, double* out, cudaStream_t stream);
+cudaError_t warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                                     double* scale, cudaStream_t stream);
 #endif
 
 }  // namespace calcops::ops::warp_perspective

@@ -1,13 +1,12 @@
 // CPU kernels of warp_perspective: the derivatives.
 //
-// The derivatives for the matrix walk through the destination as the result does. The gradient is a
-// sum over the pixels; forward mode gives a number for each pixel. The gradient for the image is
-// computed tile by tile of the image. A tile takes the rows of the destination one after the other,
-// and adds the pixels that have taps in the tile. The sums are in float64. Their order depends on
-// sizes and matrices alone.
+// The slopes, and the gradient for the matrix, which is a sum over them, walk through the
+// destination as the result does. The gradient for the image is computed tile by tile of the image.
+// A tile takes the rows of the destination one after the other, and adds the pixels that have taps
+// in the tile. The sums are in float64. Their order depends on sizes and matrices alone.
 #include <limits>
+#include <utility>
 
-#include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops::ops::warp_perspective {
@@ -27,13 +26,28 @@ double sum_of(const double* values, int64_t count) {
   return sum;
 }
 
-// The sources of a run of pixels of one part of a row, and the slopes of the image there. A pixel
-// without a source has the reciprocal 0.
+// The order of a derivative of the image for x and for y.
+struct Order {
+  int x, y;
+};
+
+// Compute the weights of taps from their fractions, or derivatives of them.
+template <int kTaps>
+void fill_weights(const double* fraction, int order, int64_t count,
+                  double (&weight)[kTaps][kTileWidth]) {
+  for (int64_t i = 0; i < count; ++i) {
+    double weights[kTaps];
+    weights_of(fraction[i], order, weights);
+    for (int k = 0; k < kTaps; ++k) weight[k][i] = weights[k];
+  }
+}
+
+// The sources of a run of pixels of one part of a row. A pixel without a source has the reciprocal
+// 0.
 template <int kTaps>
 struct Positions {
   double x[kTileWidth], y[kTileWidth];
   double reciprocal[kTileWidth];  // 1 / W
-  double slope_x[kTileWidth], slope_y[kTileWidth];
 
   void locate(const Homography& map, const RowStart& row, const WarpSizes& sizes,
               const int64_t* stride, bool is_inside, int64_t u, int64_t count) {
@@ -59,44 +73,39 @@ struct Positions {
     taps_.locate(map.m, row, u, count, false, {stride[2], stride[3], 0});
   }
 
-  // Compute the slopes of a channel.
-  template <class Real>
-  [[gnu::noinline]] void find_slopes(const Plane<Real>& plane) {
+  // Write derivatives of a channel at the sources.
+  template <int kSums, class Real>
+  [[gnu::noinline]] void find_slopes(const Plane<Real>& plane, const Order (&orders)[kSums],
+                                     double (&slopes)[kSums][kTileWidth]) {
     if (!is_inside_) {
-      for (int64_t i = 0; i < count_; ++i)
-        set(i, reciprocal[i] != 0 ? sample_slope(plane, cells_[i]) : Slope{});
-    } else if constexpr (kTaps == 2) {
+      for (int k = 0; k < kSums; ++k)
+        for (int64_t i = 0; i < count_; ++i)
+          slopes[k][i] = reciprocal[i] != 0
+                             ? interpolate<double>(plane, cells_[i], orders[k].x, orders[k].y)
+                             : 0;
+      return;
+    }
+    double of_x[kSums][kTaps][kTileWidth], of_y[kSums][kTaps][kTileWidth];
+    for (int k = 0; k < kSums; ++k) {
+      fill_weights(taps_.weight_x, orders[k].x, count_, of_x[k]);
+      fill_weights(taps_.weight_y, orders[k].y, count_, of_y[k]);
+    }
+    if constexpr (kTaps == 4) {
+      sum_cubic(plane, taps_.offset, count_, of_x, of_y, slopes);
+    } else {
       Pairs<Real> pairs;
       pairs.read(plane, taps_.offset, count_);
-      for (int64_t i = 0; i < count_; ++i)
-        set(i, slope_of_taps(pairs.above[2 * i], pairs.above[2 * i + 1], pairs.below[2 * i],
-                             pairs.below[2 * i + 1], taps_.weight_x[i], taps_.weight_y[i]));
-    } else {
-      double of_x[2][4][kTileWidth], of_y[2][4][kTileWidth], sums[2][kTileWidth];
-      for (int64_t i = 0; i < count_; ++i) {
-        double weight_x[4], weight_y[4], along_x[4], along_y[4];
-        weights_of(taps_.weight_x[i], weight_x);
-        weights_of(taps_.weight_y[i], weight_y);
-        slopes_of(taps_.weight_x[i], along_x);
-        slopes_of(taps_.weight_y[i], along_y);
-        for (int k = 0; k < 4; ++k) {
-          of_x[0][k][i] = along_x[k];
-          of_y[0][k][i] = weight_y[k];
-          of_x[1][k][i] = weight_x[k];
-          of_y[1][k][i] = along_y[k];
+      for (int k = 0; k < kSums; ++k)
+        for (int64_t i = 0; i < count_; ++i) {
+          const double tap[2][2] = {{pairs.above[2 * i], pairs.above[2 * i + 1]},
+                                    {pairs.below[2 * i], pairs.below[2 * i + 1]}};
+          slopes[k][i] =
+              sum_taps(tap, {of_x[k][0][i], of_x[k][1][i]}, {of_y[k][0][i], of_y[k][1][i]});
         }
-      }
-      sum_cubic(plane, taps_.offset, count_, of_x, of_y, sums);
-      for (int64_t i = 0; i < count_; ++i) set(i, {sums[0][i], sums[1][i]});
     }
   }
 
  private:
-  void set(int64_t i, const Slope& slope) {
-    slope_x[i] = slope.x;
-    slope_y[i] = slope.y;
-  }
-
   int64_t count_;
   bool is_inside_;
   Taps<double> taps_;              // of pixels that are inside
@@ -115,13 +124,15 @@ struct MatrixGradient {
 
   void add(const RowStart& row, int64_t v, bool is_inside, int64_t begin, int64_t count) {
     positions.locate(map, row, in.sizes, in.image_stride, is_inside, begin, count);
-    double grad_x[kTileWidth] = {}, grad_y[kTileWidth] = {};
+    double grad_x[kTileWidth] = {}, grad_y[kTileWidth] = {}, slopes[2][kTileWidth];
+    const auto [order_x, order_y] = std::make_pair(in.sizes.order_x, in.sizes.order_y);
     for (int64_t c = 0; c < in.sizes.channels; ++c) {
       const Real* grad = to.grad + output_offset(in.sizes, n, c, v) + begin;
-      positions.find_slopes(make_plane(in, n, c, in.border_value[c]));
+      positions.find_slopes(make_plane(in, n, c, in.border_value[c]),
+                            {{order_x + 1, order_y}, {order_x, order_y + 1}}, slopes);
       for (int64_t i = 0; i < count; ++i) {
-        grad_x[i] = fma(grad[i], positions.slope_x[i], grad_x[i]);
-        grad_y[i] = fma(grad[i], positions.slope_y[i], grad_y[i]);
+        grad_x[i] = fma(grad[i], slopes[0][i], grad_x[i]);
+        grad_y[i] = fma(grad[i], slopes[1][i], grad_y[i]);
       }
     }
     // As project_backward: row k of m receives g[k] times u, v and 1.
@@ -144,36 +155,22 @@ struct MatrixGradient {
   }
 };
 
-// The tangent of a strip of rows of the result. The caller has set the rows to 0, which remains in
-// pixels without a source.
-template <int kTaps, class Real>
-struct ResultTangent {
-  const WarpInputs<Real>& in;
-  Real* out;
+// The slopes of a strip of rows of the result. Pixels without a source keep their values.
+template <int kTaps>
+struct ResultSlope {
+  const WarpInputs<double>& in;
+  double* out;
   const Homography& map;
   int64_t n;
-  const double* moved;  // the tangent of m
   Positions<kTaps> positions = {};
 
   void add(const RowStart& row, int64_t v, bool is_inside, int64_t begin, int64_t count) {
     positions.locate(map, row, in.sizes, in.image_stride, is_inside, begin, count);
-    const RowStart of_moved = row_of(moved, static_cast<double>(v));
-    double motion_x[kTileWidth], motion_y[kTileWidth];
-    const double first = static_cast<double>(begin);
-    for (int i = 0; i < static_cast<int>(count); ++i) {
-      const Slope motion = motion_of(moved, of_moved, positions.x[i], positions.y[i],
-                                     positions.reciprocal[i], first + i);
-      motion_x[i] = motion.x;
-      motion_y[i] = motion.y;
-    }
+    double slopes[1][kTileWidth];
     for (int64_t c = 0; c < in.sizes.channels; ++c) {
-      Real* to = out + output_offset(in.sizes, n, c, v) + begin;
-      positions.find_slopes(make_plane(in, n, c, in.border_value[c]));
-      for (int64_t i = 0; i < count; ++i) {
-        const double along =
-            fma(positions.slope_x[i], motion_x[i], positions.slope_y[i] * motion_y[i]);
-        to[i] = static_cast<Real>(positions.reciprocal[i] != 0 ? along : 0);
-      }
+      positions.find_slopes(make_plane(in, n, c, in.border_value[c]),
+                            {{in.sizes.order_x, in.sizes.order_y}}, slopes);
+      std::copy_n(slopes[0], count, out + output_offset(in.sizes, n, c, v) + begin);
     }
   }
 };
@@ -249,11 +246,6 @@ Box around(const Box& a, const Box& b) {
           std::max(a.bottom, b.bottom)};
 }
 
-bool is_in(const Box& box, const Source& source) {
-  return source.x >= box.left && source.x <= box.right && source.y >= box.top &&
-         source.y <= box.bottom;
-}
-
 // A tile of the gradient for one image, for some of its channels. It has a margin of rows and
 // columns that belong to other tiles, so that pixels near its edge need no test.
 template <class Real>
@@ -262,7 +254,7 @@ struct ImageTile {
   const WarpInputs<Real>& in;
   const WarpGradients<Real>& to;
   int64_t top, left, height, width, channel, channels;
-  int64_t margin = static_cast<int64_t>(2 * reach_of(in.sizes)) - 1;
+  int64_t margin = static_cast<int64_t>(2 * reach_of(in.sizes));
   int64_t pitch = width + 2 * margin, plane = pitch * (height + 2 * margin);
   // [channels, height + 2 margin, width + 2 margin]
   std::vector<double> sums = std::vector<double>(channels * plane);
@@ -275,8 +267,8 @@ struct ImageTile {
   template <int kTaps>
   void add_cell(const Cell<kTaps>& cell, const Real* grad) {
     double weight_x[kTaps], weight_y[kTaps];
-    weights_of(cell.x.fraction, weight_x);
-    weights_of(cell.y.fraction, weight_y);
+    weights_of(cell.x.fraction, in.sizes.order_x, weight_x);
+    weights_of(cell.y.fraction, in.sizes.order_y, weight_y);
     for (int k = 0; k < kTaps * kTaps; ++k) {
       const int64_t y = cell.y.tap[k / kTaps], x = cell.x.tap[k % kTaps];
       const double weight = weight_y[k / kTaps] * weight_x[k % kTaps];
@@ -289,106 +281,80 @@ struct ImageTile {
     }
   }
 
-  // Add pixels one by one: only those whose source is in plain_box(), or only the others.
+  // Add pixels one by one.
   [[gnu::noinline]] void add_edge(const Homography& map, const RowStart& row, const Real* grad,
-                                  Interval pixels, bool is_plain) {
-    const Box box = plain_box(in.sizes);
+                                  int64_t begin, int64_t end) {
     with_taps(in.sizes, [&](auto taps) {
-      for (int64_t u = pixels.begin; u < pixels.end; ++u) {
+      for (int64_t u = begin; u < end; ++u) {
         Source source;
-        Cell<taps> cell{};
-        if (find_cell(map, row, u, in.sizes, source, cell) && is_in(box, source) == is_plain)
-          add_cell(cell, grad + u);
+        Cell<taps> cell;
+        if (find_cell(map, row, u, in.sizes, source, cell)) add_cell(cell, grad + u);
       }
     });
   }
 
-  void add_cubic(const Real* grad, int64_t count, double* to) {
-    for (int64_t i = 0; i < count; ++i) {
-      double weight_x[4], weight_y[4];
-      weights_of(taps.weight_x[i], weight_x);
-      weights_of(taps.weight_y[i], weight_y);
-      double* sum = to + taps.offset[i] - pitch - 1;
-      for (int y = 0; y < 4; ++y, sum += pitch) {
-        const double along_y = weight_y[y] != 0 ? weight_y[y] * grad[i] : 0;
-        for (int x = 0; x < 4; ++x) sum[x] += weight_x[x] != 0 ? weight_x[x] * along_y : 0;
+  template <int kTaps>
+  void add_taps(const Real* grad, int64_t count, const double (&weight_x)[kTaps][kTileWidth],
+                const double (&weight_y)[kTaps][kTileWidth], double* to) {
+    // A tap of weight zero receives nothing, even if the gradient is NaN.
+    double shares[kTaps][kTileWidth][kTaps];
+    for (int y = 0; y < kTaps; ++y)
+      for (int64_t i = 0; i < count; ++i) {
+        const double along_y = weight_y[y][i] != 0 ? weight_y[y][i] * grad[i] : 0;
+        for (int x = 0; x < kTaps; ++x)
+          shares[y][i][x] = weight_x[x][i] != 0 ? weight_x[x][i] * along_y : 0;
       }
-    }
+    // Neighbours often share a tap, and each addition to it waits for the one before. So pixels
+    // that follow each other here are kStep apart.
+    constexpr int64_t kStep = 16;
+    for (int64_t first = 0; first < std::min(kStep, count); ++first)
+      for (int64_t i = first; i < count; i += kStep) {
+        double* sum = to + taps.offset[i] - (kTaps / 2 - 1) * (pitch + 1);
+        for (int y = 0; y < kTaps; ++y, sum += pitch)
+          for (int x = 0; x < kTaps; ++x) sum[x] += shares[y][i][x];
+      }
   }
 
-  // Add pixels whose taps are all in the tile or its margin.
-  void add_inside(const Homography& map, const RowStart& row, const Real* grad, Interval pixels) {
+  // Add pixels whose taps are all in the image, and in the tile or its margin.
+  [[gnu::noinline]] void add_inside(const Homography& map, const RowStart& row, const Real* grad,
+                                    Interval pixels) {
     const bool is_nearest = in.sizes.interpolation == Interpolation::kNearest;
-    double above[2 * kTileWidth], below[2 * kTileWidth];
     const Strides strides(pitch, 1, (top - margin) * pitch + left - margin);
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
       taps.locate(map.m, row, u, count, is_nearest, strides);
-      for (int64_t channel = 0; channel < channels; ++channel) {
-        const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
-        double* to = sums.data() + channel * plane;
-        if (is_nearest) {
-          for (int64_t i = 0; i < count; ++i) to[taps.offset[i]] += g[i];
-          continue;
+      with_taps(in.sizes, [&](auto along) {
+        double weight_x[along][kTileWidth], weight_y[along][kTileWidth];
+        if (!is_nearest) {
+          fill_weights(taps.weight_x, in.sizes.order_x, count, weight_x);
+          fill_weights(taps.weight_y, in.sizes.order_y, count, weight_y);
         }
-        if (in.sizes.interpolation == Interpolation::kCubic) {
-          add_cubic(g, count, to);
-          continue;
+        for (int64_t channel = 0; channel < channels; ++channel) {
+          const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
+          double* to = sums.data() + channel * plane;
+          if (!is_nearest)
+            add_taps(g, count, weight_x, weight_y, to);
+          else
+            for (int64_t i = 0; i < count; ++i) to[taps.offset[i]] += g[i];
         }
-        // A tap of weight zero receives nothing, even if the gradient is NaN.
-        for (int64_t i = 0; i < count; ++i) {
-          const double x = taps.weight_x[i], y = taps.weight_y[i], value = g[i];
-          const double upper = value * (1 - y), lower = y > 0 ? value * y : 0;
-          above[2 * i] = upper * (1 - x);
-          above[2 * i + 1] = x > 0 ? upper * x : 0;
-          below[2 * i] = lower * (1 - x);
-          below[2 * i + 1] = x > 0 ? lower * x : 0;
-        }
-        // Neighbours often share a tap, and each addition to it waits for the one before. So pixels
-        // that follow each other here are kStep apart.
-        constexpr int64_t kStep = 16;
-        for (int64_t first = 0; first < std::min(kStep, count); ++first)
-          for (int64_t i = first; i < count; i += kStep) {
-            double* sum = to + taps.offset[i];
-            for (int k = 0; k < 2; ++k) sum[k] += above[2 * i + k];
-            for (int k = 0; k < 2; ++k) sum[pitch + k] += below[2 * i + k];
-          }
-      }
+      });
     }
   }
 
-  // Add the pixels of a row whose source is in the box.
-  [[gnu::noinline]] void add_row(const Homography& map, int64_t v, const Box& box,
-                                 const Real* grad) {
-    const RowStart row = row_of(map.m, static_cast<double>(v));
-    const double first_sign = row.w < 0 ? -1 : 1;
-    int64_t done = 0;  // a pixel at the horizon may be possible on both sides, but is added once
-    for (const double sign : {first_sign, -first_sign}) {
-      Interval all = in_box(map.m, row, in.sizes.out_width, sign, box, Doubt::kPossible);
-      all.begin = std::max(all.begin, done);
-      if (all.empty()) continue;
-      Interval sure = in_box(map.m, row, in.sizes.out_width, sign, box, Doubt::kSure);
-      sure.begin = std::max(sure.begin, all.begin);
-      if (sure.empty()) sure = {all.begin, all.begin};
-      add_edge(map, row, grad, {all.begin, sure.begin}, true);
-      add_inside(map, row, grad, sure);
-      add_edge(map, row, grad, {sure.end, all.end}, true);
-      done = all.end;
-    }
-  }
-
-  // Add the pixels of a row that a border mode maps back into the image.
-  void add_folded(const Homography& map, const Row& row, const Box* boxes, const Box& own,
-                  const Real* grad) {
+  // Add the pixels of a row that have taps in the tile. All inside are in the box, and the others
+  // in a part of the row whose box of `boxes` meets the tile.
+  void add_row(const Homography& map, const Row& row, const Box& box, const Box* boxes,
+               const Box& own, const Real* grad) {
+    Interval near = in_box(map.m, row.start, in.sizes.out_width, row.sign, box, Doubt::kPossible);
+    near.begin = std::max(near.begin, row.inside.begin);
+    near.end = std::min(near.end, row.inside.end);
+    if (!near.empty()) add_inside(map, row.start, grad, near);
     const auto skip = [](int64_t, int64_t) {};
     for (int64_t left = 0; left < in.sizes.out_width; left += kTileWidth, ++boxes)
       if (meet(*boxes, own))
         row.visit(
             left, std::min(left + kTileWidth, in.sizes.out_width), skip,
-            [&](int64_t begin, int64_t end) {
-              add_edge(map, row.start, grad, {begin, end}, false);
-            },
-            skip);
+            [&](int64_t begin, int64_t end) { add_edge(map, row.start, grad, begin, end); }, skip);
   }
 
   void store(int64_t image) {
@@ -468,7 +434,6 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
   const int64_t across = divide_up(sizes.width, kAcross), down = divide_up(sizes.height, height);
   const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
   const int64_t out_across = divide_up(sizes.out_width, kTileWidth);
-  const Box plain = plain_box(sizes);
   const double reach = reach_of(sizes);
   for_each(sizes.image_batch * groups * tiles, 1, [&](int64_t i) {
     const int64_t image = i / (groups * tiles), channel = i / tiles % groups * channels;
@@ -485,9 +450,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
     const double right_end = static_cast<double>(left + tile.width);
     const double bottom_end = static_cast<double>(top + tile.height);
     // The sources that have a tap in the tile. For kNearest, the taps may also be beside it.
-    const Box box{
-        std::max(left_end - reach, plain.left), std::min(right_end - 1 + reach, plain.right),
-        std::max(top_end - reach, plain.top), std::min(bottom_end - 1 + reach, plain.bottom)};
+    const Box box{left_end - reach, right_end - 1 + reach, top_end - reach, bottom_end - 1 + reach};
     const Box own{left_end, right_end - 1, top_end, bottom_end - 1};
     for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
       for (int64_t strip = 0; strip < strips; ++strip) {
@@ -497,10 +460,7 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
         const Homography& map = map_of(maps, n);
         int64_t v = strip * kTileHeight;
         for (const Row& row : rows_of_strip(map, v, sizes)) {
-          const Real* grad = to.grad + output_offset(sizes, n, channel, v);
-          tile.add_row(map, v, box, grad);
-          if (sizes.border != Border::kConstant) tile.add_folded(map, row, boxes, own, grad);
-          ++v;
+          tile.add_row(map, row, box, boxes, own, to.grad + output_offset(sizes, n, channel, v++));
         }
       }
     tile.store(image);
@@ -510,40 +470,28 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
 }  // namespace
 
 template <class Real>
-void warp_perspective_backward_cpu(const WarpInputs<Real>& in, const WarpGradients<Real>& to) {
+void warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to) {
   const std::vector<Homography> maps = make_homographies(in);
   if (to.grad_warp) matrix_gradient(in, to, maps);
   if (to.grad_image) image_gradient(in, to, maps);
 }
 
-template <class Real>
-void warp_perspective_tangent_cpu(const WarpInputs<Real>& in, const WarpTangent<Real>& tangent) {
+void warp_perspective_slope(const WarpInputs<double>& in, double* out) {
   const WarpSizes& sizes = in.sizes;
   const std::vector<Homography> maps = make_homographies(in);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
-  const bool moves = sizes.interpolation != Interpolation::kNearest;
-  prefer_large_pages(tangent.out, output_offset(sizes, sizes.batch, 0, 0));
+  std::fill_n(out, output_offset(sizes, sizes.batch, 0, 0), 0);
   for_each(sizes.batch * strips, 1, [&](int64_t i) {
-    const int64_t n = i / strips, top = i % strips * kTileHeight;
-    const int64_t rows = std::min(kTileHeight, sizes.out_height - top);
-    for (int64_t c = 0; c < sizes.channels; ++c)
-      std::fill_n(tangent.out + output_offset(sizes, n, c, top), rows * sizes.out_width, Real(0));
-    const Homography& map = map_of(maps, n);
-    if (!moves || !map.valid) return;
-    double moved[9];
-    const double* along = tangent.warp + (sizes.warp_batch == 1 ? 0 : 9 * n);
-    homography_tangent(map, along, sizes.inverse_map, moved);
+    const Homography& map = map_of(maps, i / strips);
+    if (!map.valid) return;
     with_taps(sizes, [&](auto taps) {
-      ResultTangent<taps, Real> strip{in, tangent.out, map, n, moved};
-      visit_strip(strip, top);
+      ResultSlope<taps> strip{in, out, map, i / strips};
+      visit_strip(strip, i % strips * kTileHeight);
     });
   });
 }
 
-template void warp_perspective_backward_cpu(const WarpInputs<float>&, const WarpGradients<float>&);
-template void warp_perspective_backward_cpu(const WarpInputs<double>&,
-                                            const WarpGradients<double>&);
-template void warp_perspective_tangent_cpu(const WarpInputs<float>&, const WarpTangent<float>&);
-template void warp_perspective_tangent_cpu(const WarpInputs<double>&, const WarpTangent<double>&);
+template void warp_perspective_backward(const WarpInputs<float>&, const WarpGradients<float>&);
+template void warp_perspective_backward(const WarpInputs<double>&, const WarpGradients<double>&);
 
 }  // namespace calcops::ops::warp_perspective

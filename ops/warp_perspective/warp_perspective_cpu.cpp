@@ -1,4 +1,4 @@
-// CPU kernels of warp_perspective: the result, and its cells.
+// CPU kernels of warp_perspective: the result, and its sources.
 #if defined(__AVX512VBMI__) && !defined(__clang__)
 #include <immintrin.h>
 #define WARP_WINDOWS
@@ -26,11 +26,12 @@ template <class Pixel, class Weight>
                              const Weight* weight_y, int64_t count, Pixel* out) {
   using Real = Number<Pixel>;
   for (int64_t i = 0; i < count; ++i) {
-    const Real x = static_cast<Real>(weight_x[i]), y = static_cast<Real>(weight_y[i]), zero = 0;
-    const Real a = pairs.above[2 * i], c = pairs.below[2 * i];
-    const Real b = pairs.above[2 * i + 1], d = pairs.below[2 * i + 1];
-    out[i] = to_pixel<Pixel>(
-        interpolate(a, x > 0 ? b : zero, y > 0 ? c : zero, ((x > 0) & (y > 0)) ? d : zero, x, y));
+    const Real tap[2][2] = {{Real(pairs.above[2 * i]), Real(pairs.above[2 * i + 1])},
+                            {Real(pairs.below[2 * i]), Real(pairs.below[2 * i + 1])}};
+    Real x[2], y[2];
+    weights_of(static_cast<Real>(weight_x[i]), 0, x);
+    weights_of(static_cast<Real>(weight_y[i]), 0, y);
+    out[i] = to_pixel<Pixel>(sum_taps(tap, x, y));
   }
 }
 
@@ -222,8 +223,8 @@ template <class Pixel, class Fraction>
   Real of_x[1][4][kTileWidth], of_y[1][4][kTileWidth], sums[1][kTileWidth];
   for (int64_t i = 0; i < count; ++i) {
     Real x[4], y[4];
-    round_weights(fraction_x[i], x);
-    round_weights(fraction_y[i], y);
+    round_weights(fraction_x[i], 0, x);
+    round_weights(fraction_y[i], 0, y);
     for (int k = 0; k < 4; ++k) {
       of_x[0][k][i] = x[k];
       of_y[0][k][i] = y[k];
@@ -386,8 +387,9 @@ struct Result {
 }  // namespace
 
 template <class Pixel>
-void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
+void warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out) {
   const WarpSizes& sizes = in.sizes;
+  if (destination) std::copy_n(destination, output_offset(sizes, sizes.batch, 0, 0), out);
   const std::vector<Homography> maps = make_homographies(in);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight), count = sizes.batch * strips;
   if (sizes.channels == 0 || sizes.out_width == 0) return;
@@ -408,28 +410,30 @@ void warp_perspective_cpu(const WarpInputs<Pixel>& in, Pixel* out) {
   });
 }
 
-void warp_perspective_cells_cpu(const WarpSizes& sizes, const double* warp, double* cells,
-                                double* scale) {
+void warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
+                              double* scale) {
   const int64_t pixels = sizes.out_height * sizes.out_width;
-  const auto store = sizes.interpolation == Interpolation::kCubic ? store_cell<4> : store_cell<2>;
+  const auto store =
+      sizes.interpolation == Interpolation::kCubic ? store_source<4> : store_source<2>;
   for (int64_t i = 0; i < sizes.warp_batch; ++i) {
     const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
     scale[i] = map.valid ? map.scale : 0;
-    parallel_for(pixels, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t p = begin; p < end; ++p)
-        store(map, sizes, p % sizes.out_width, p / sizes.out_width, pixels,
-              cells + i * cell_numbers(sizes.interpolation) * pixels + p);
+    double* to = sources + 3 * i * pixels;
+    parallel_for(sizes.out_height, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v)
+        for (int64_t u = 0; u < sizes.out_width; ++u)
+          store(map, sizes, u, v, pixels, to + v * sizes.out_width + u);
     });
   }
 }
 
-template void warp_perspective_cpu(const WarpInputs<uint8_t>&, uint8_t*);
-template void warp_perspective_cpu(const WarpInputs<uint16_t>&, uint16_t*);
-template void warp_perspective_cpu(const WarpInputs<int16_t>&, int16_t*);
-template void warp_perspective_cpu(const WarpInputs<Float16>&, Float16*);
-template void warp_perspective_cpu(const WarpInputs<BFloat16>&, BFloat16*);
-template void warp_perspective_cpu(const WarpInputs<float>&, float*);
-template void warp_perspective_cpu(const WarpInputs<double>&, double*);
+template void warp_perspective(const WarpInputs<uint8_t>&, const uint8_t*, uint8_t*);
+template void warp_perspective(const WarpInputs<uint16_t>&, const uint16_t*, uint16_t*);
+template void warp_perspective(const WarpInputs<int16_t>&, const int16_t*, int16_t*);
+template void warp_perspective(const WarpInputs<Float16>&, const Float16*, Float16*);
+template void warp_perspective(const WarpInputs<BFloat16>&, const BFloat16*, BFloat16*);
+template void warp_perspective(const WarpInputs<float>&, const float*, float*);
+template void warp_perspective(const WarpInputs<double>&, const double*, double*);
 
 }  // namespace calcops::ops::warp_perspective
 #undef WARP_WINDOWS

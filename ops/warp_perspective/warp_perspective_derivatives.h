@@ -1,10 +1,10 @@
 // The derivatives of warp_perspective and of the operators behind it.
 //
-// "The tangent" of a result is its derivative along a tangent of warp.
-//
-// The result is linear in the image. So calls of the operators give every derivative, except those
-// of the tangent. PyTorch's operators compute these from the source (x, y) of every destination
-// pixel. So they are differentiable to any order.
+// The result is linear in the image. Where warp moves along a tangent, the source (x, y) of each
+// pixel moves, so the result changes by slope_x * x' + slope_y * y'. The operator
+// _warp_perspective_slope gives the slopes, and _warp_perspective_backward the gradients of results
+// and slopes. PyTorch's operators compute the motion (x', y'). Slopes of slopes are slopes of a
+// higher order, so these operators give derivatives to any order.
 #pragma once
 
 #include <calcops/operator.h>
@@ -75,7 +75,12 @@ inline Value narrow(const Value& x, int64_t from, int64_t count) {
   return call("aten::narrow", x, 1, from, count);
 }
 
-inline Value matmul(const Value& a, const Value& b) { return call("aten::matmul", a, b); }
+inline Value reshape(const Value& x, const Value& shape) { return call("aten::reshape", x, shape); }
+
+inline Value to_dtype_of(const Value& x, const Value& other) {
+  return call("aten::to.dtype", x, other.dtype());
+}
+
 inline Value transposed(const Value& x) { return call("aten::transpose.int", x, -2, -1); }
 inline Value minus(const Value& x) { return call("aten::neg", x); }
 
@@ -98,51 +103,23 @@ inline Value cross_rows(const Value& p, const Value& q) {
   return cross(roll(p, -1, 1), roll(q, -2, 1)) + cross(roll(q, -1, 1), roll(p, -2, 1));
 }
 
-// Return `number`, which a kernel computed, with the derivatives of the formula for it. The
-// formula's value is not used, because it is rounded differently. Near a pixel centre, it could
-// belong to other taps than the kernel's number.
-inline Value with_derivatives(const Value& number, const Value& formula) {
-  return number + (formula - call("aten::detach", formula));
-}
-
-// The weights of an axis's taps, and their first and second derivatives for the coordinate.
-struct Weights {
-  Value weight[4], first[4], second[4];  // a linear interpolation has no second
-
-  // t and slope are the fraction and the slope of Axis (warp_perspective_math.h).
-  void set(const Value& t, const Value& slope, bool is_cubic) {
-    if (!is_cubic) {
-      weight[0] = minus(t) + 1;
-      weight[1] = t;
-      first[0] = minus(slope);
-      first[1] = slope;
-      return;
-    }
-    // c[0] + c[1] t + c[2] t^2 + c[3] t^3, as in warp_perspective_math.h.
-    constexpr double a = kKeys;
-    constexpr double coefficients[4][4] = {
-        {0, a, -2 * a, a}, {1, 0, -(a + 3), a + 2}, {0, -a, 2 * a + 3, -(a + 2)}, {0, 0, a, -a}};
-    for (int k = 0; k < 4; ++k) {
-      const double* c = coefficients[k];
-      weight[k] = ((t * c[3] + c[2]) * t + c[1]) * t + c[0];
-      first[k] = ((t * (3 * c[3]) + 2 * c[2]) * t + c[1]) * slope;
-      second[k] = (t * (6 * c[3]) + 2 * c[2]) * (slope * slope);
-    }
-  }
-};
-
 // The arguments of one call of any of the operators.
 struct Warping {
   Value image, warp, interpolation, border_mode, border_value, inverse_map;
+  Value order_x = 0, order_y = 0;
 
   // `arguments` begin with `image`. There are `skipped` arguments between warp and interpolation.
-  Warping(const Value* arguments, int skipped)
+  Warping(const Value* arguments, int skipped, bool has_order)
       : image(arguments[0]),
         warp(arguments[1]),
         interpolation(arguments[2 + skipped]),
         border_mode(arguments[3 + skipped]),
         border_value(arguments[4 + skipped]),
-        inverse_map(arguments[5 + skipped]) {}
+        inverse_map(arguments[5 + skipped]) {
+    if (!has_order) return;
+    order_x = arguments[6 + skipped];
+    order_y = arguments[7 + skipped];
+  }
 
   // Return the call with another image and a border of 0.
   Warping of(const Value& other_image) const {
@@ -152,24 +129,36 @@ struct Warping {
     return other;
   }
 
+  // Return the call for a derivative of this one for x or y, in float64.
+  Warping derivative(int of_x, int of_y) const {
+    Warping other = *this;
+    other.image = to_float64(image);
+    other.warp = to_float64(warp);
+    other.order_x = order_x + of_x;
+    other.order_y = order_y + of_y;
+    return other;
+  }
+
+  // Return the result for a float64 image, or its derivative of the call's order.
+  Value slope(const Value& height, const Value& width) const {
+    return call("_warp_perspective_slope", image, warp, Value::list(height, width), interpolation,
+                border_mode, border_value, inverse_map, order_x, order_y);
+  }
+
   // Return the result without the constant that border_value adds. `destination` has the result's
   // shape. Its values are used only for a transparent border.
   Value linear_part(const Value& destination) const {
+    const Value height = destination.size(-2), width = destination.size(-1);
+    if (!order_x.equals(0) || !order_y.equals(0)) return of(image).slope(height, width);
     const bool is_kept = border_mode.is("transparent");
-    return call("warp_perspective", image, warp,
-                Value::list(destination.size(-2), destination.size(-1)), interpolation, border_mode,
-                nullptr, inverse_map, is_kept ? destination : Value());
-  }
-
-  Value tangent(const Value& along, const Value& height, const Value& width) const {
-    return call("_warp_perspective_tangent", along, image, warp, Value::list(height, width),
-                interpolation, border_mode, border_value, inverse_map);
+    return call("warp_perspective", image, warp, Value::list(height, width), interpolation,
+                border_mode, nullptr, inverse_map, is_kept ? destination : Value());
   }
 
   // Return [grad_image, grad_warp].
   Value gradients(const Value& grad, bool of_image, bool of_warp) const {
     return call("_warp_perspective_backward", grad, image, warp, interpolation, border_mode,
-                border_value, inverse_map, Value::list(of_image, of_warp));
+                border_value, inverse_map, order_x, order_y, Value::list(of_image, of_warp));
   }
 
   Value warp_gradient(const Value& grad) const { return gradients(grad, false, true)[1]; }
@@ -179,55 +168,31 @@ struct Warping {
     return interpolation.is("nearest") || image.size(-2).equals(0) || image.size(-1).equals(0);
   }
 
-  // Return the images [N, C, H, W] in float64. N and C are 1 if the argument lacks them.
-  Value images() const {
-    Value images = to_float64(image);
-    for (int dim = image.dim(); dim < 4; ++dim) images = call("aten::unsqueeze", images, 0);
-    return images;
-  }
-
-  // Return the matrices [N, 3, 3] in float64.
+  // Return matrices as [N, 3, 3] in float64.
   static Value matrices(const Value& warp) {
     return warp.dim() == 2 ? call("aten::unsqueeze", to_float64(warp), 0) : to_float64(warp);
   }
-
-  // Return border_value as [C, 1] or as one number.
-  Value border(const Value& like) const {
-    if (border_value.is_none() || border_value.length() == 0) return 0.0;
-    if (border_value.length() == 1) return border_value[0];
-    Value rows = call("aten::new_full", like, Value::list(1, 1), border_value[0]);
-    for (int c = 1; c < border_value.length(); ++c)
-      rows =
-          call("aten::cat",
-               Value::list(rows, call("aten::new_full", like, Value::list(1, 1), border_value[c])));
-    return rows;
-  }
-
-  // Return the gradient for an input from those of the N items. If one input serves all items, it
-  // is their sum.
-  static Value for_input(const Value& items, const Value& input, int full_dim) {
-    const bool serves_all = input.dim() < full_dim || input.size(0).equals(1);
-    const Value sum = serves_all ? call("aten::sum.dim_IntList", items, Value::list(0)) : items;
-    return call("aten::to.dtype", call("aten::reshape", sum, input.shape()), input.dtype());
-  }
 };
 
-// The sources of a call's pixels as differentiable functions of warp. They give the derivatives of
-// the result's tangent. `tangent` is the tangent of warp.
-class Positions {
+// The motion of the sources of a call's pixels where warp moves along `tangent`, as a
+// differentiable function of both.
+class Motion {
  public:
-  Positions(const Warping& warping, const Value& tangent, const Value& height, const Value& width)
-      : warping_(warping),
+  Value x, y;  // [N, 1, h, w]
+
+  Motion(const Warping& warping, const Value& tangent, const Value& height, const Value& width)
+      : warp_(warping.warp),
         is_inverse_(warping.inverse_map.item() != 0),
-        taps_(warping.interpolation.is("cubic") ? 4 : 2) {
-    const Value images = warping.images(), warps = Warping::matrices(warping.warp);
-    const Value rows = images.size(2), columns = images.size(3);
-    const Value batch = Dimensions(warping.image, warping.warp).N;
-    const Value cells_and_scale =
-        call("_warp_perspective_cells", call("aten::detach", warps), Value::list(rows, columns),
-             Value::list(height, width), taps_, warping.border_mode, warping.inverse_map);
-    const Value cells = cells_and_scale[0];
-    const Value kernel_scale = cells_and_scale[1];
+        batch_(Dimensions(warping.image, warping.warp)),
+        shape_(batch_.shape(height, width)),
+        full_shape_(Value::list(batch_.N, batch_.C, height, width)) {
+    const Value warps = Warping::matrices(warp_);
+    const Value sources_and_scale =
+        call("_warp_perspective_sources", call("aten::detach", warps),
+             Value::list(batch_.H, batch_.W), Value::list(height, width), warping.interpolation,
+             warping.border_mode, warping.inverse_map);
+    const Value sources = sources_and_scale[0];
+    const Value kernel_scale = sources_and_scale[1];
     // The scale is 0 if a matrix gives no pixel a source. The identity replaces such a matrix.
     const Value usable = call("aten::gt.Scalar", kernel_scale, 0);
     scale_ = where(usable, kernel_scale, 1.0);
@@ -237,134 +202,70 @@ class Positions {
     const auto range = [&](const Value& count) {
       return call("aten::arange", count, warps.dtype(), /*layout=*/nullptr, warps.device());
     };
-    const Value u = range(width), v = call("aten::unsqueeze", range(height), 1);
-    // Its columns are (u, v, 1) of each destination pixel.
-    grid_ = call("aten::flatten.using_ints",
-                 call("aten::stack", Value::list(u + v * 0, v + u * 0, (u + v) * 0 + 1)), 1);
+    u_ = range(width);
+    v_ = range(height);
 
-    // Return `count` of the pixels' numbers (CellNumber), beginning with `which`.
-    const auto number = [&](int64_t which, int64_t count) { return narrow(cells, which, count); };
-    const Value m = is_inverse_ ? rows_ : transposed(cross_rows(rows_, rows_) / 2);
-    const Value p = matmul(m, grid_);
-    valid_ = call("aten::ne.Scalar", number(kW, 1), 0);
-    w_ = with_derivatives(where(valid_, number(kW, 1), 1.0), where(valid_, narrow(p, 2, 1), 1.0));
-    xy_ = with_derivatives(number(kX, 2), where(valid_, narrow(p, 0, 2), 0.0) / w_);
-    const Value slopes = number(kSlopeX, 2);
-    const Value fractions = with_derivatives(number(kFractionX, 2), xy_ * slopes);
-    x_.set(narrow(fractions, 0, 1), narrow(slopes, 0, 1), taps_ == 4);
-    y_.set(narrow(fractions, 1, 1), narrow(slopes, 1, 1), taps_ == 4);
-
-    const Value channels = images.size(1);
-    const Value border = warping.border(warps);
-    out_shape_ = Value::list(batch, channels, height * width);
-    pixels_ = call("aten::expand", call("aten::flatten.using_ints", images, 2),
-                   Value::list(batch, channels, rows * columns));
-    for (int k = 0; k < taps_ * taps_; ++k) {
-      const auto tap = [&](int which) {
-        return call("aten::to.dtype", number(kTap + which, 1), Value::dtype_of(Type::kInt64));
-      };
-      const Value at_x = tap(k % taps_), at_y = tap(taps_ + k / taps_);
-      inside_[k] = call("aten::logical_and", call("aten::ge.Scalar", at_x, 0),
-                        call("aten::ge.Scalar", at_y, 0));
-      const Value index = call("aten::where.ScalarOther", inside_[k], at_y * columns + at_x, 0);
-      index_[k] = call("aten::expand", index, out_shape_);
-      const Value values = call("aten::gather", pixels_, 2, index_[k]);
-      tap_[k] = call(border.is_tensor() ? "aten::where.self" : "aten::where.ScalarOther",
-                     inside_[k], values, border);
-      finite_[k] = call("aten::nan_to_num", tap_[k], 0.0, 0.0, 0.0);
-    }
-  }
-
-  // Return the derivative of the result's tangent where warp moves along `other`.
-  Value second(const Value& other, const Value& like_shape) const {
-    const Value along = Warping::matrices(other) * scale_;
-    // The motions of the sources along `tangent` and along `other`.
-    const Motion move = motion(tangent_), turn = motion(along);
-    const Value along_x = sum(x_.first, y_.weight), along_y = sum(x_.weight, y_.first);
-    const Value twist = sum(x_.first, y_.first);  // the mixed derivative for x and y
-    // The derivatives of along_x and along_y where the sources move by `turn`.
-    Value of_x = twist * turn.y, of_y = twist * turn.x;
-    if (taps_ == 4) {
-      of_x = of_x + sum(x_.second, y_.weight) * turn.x;
-      of_y = of_y + sum(x_.weight, y_.second) * turn.y;
-    }
-    // (X, Y, W) = m (u, v, 1) are a pixel's homogeneous coordinates, and X', Y', W' their tangents.
-    // move is (X' - x W', Y' - y W') / W. The direction `other` changes x, y and W. If m is an
-    // adjugate, it also changes X', Y' and W', because an adjugate is not linear in warp. Together,
-    // this changes move by bend / W.
-    Value bend_x = minus(turn.x * move.w + move.x * turn.w);
-    Value bend_y = minus(turn.y * move.w + move.y * turn.w);
-    if (!is_inverse_) {
-      const Value p = matmul(transposed(cross_rows(tangent_, along)), grid_);
-      const Value bend = narrow(p, 0, 2) - xy_ * narrow(p, 2, 1);
-      bend_x = bend_x + narrow(bend, 0, 1);
-      bend_y = bend_y + narrow(bend, 1, 1);
-    }
-    const Value moved = of_x * move.x + of_y * move.y;
-    const Value bent = (along_x * bend_x + along_y * bend_y) / w_;
-    const Value out = call("aten::reshape", where(valid_, moved + bent, 0.0), like_shape);
-    return call("aten::to.dtype", out, warping_.image.dtype());
-  }
-
-  // Return the gradient of sum(grad * the result's tangent) for the image.
-  Value image_gradient(const Value& grad) const {
-    const Motion move = motion(tangent_);
-    const Value g = items(grad);
-    Value sum = call("aten::zeros_like", pixels_);
-    for (int k = 0; k < taps_ * taps_; ++k) {
-      const int x = k % taps_, y = k / taps_;
-      const Value weight =
-          x_.first[x] * y_.weight[y] * move.x + x_.weight[x] * y_.first[y] * move.y;
-      sum = call("aten::scatter_add", sum, 2, index_[k], where(inside_[k], g * weight, 0.0));
-    }
-    return Warping::for_input(sum, warping_.image, 4);
-  }
-
-  // Return the gradient of sum(grad * the result's tangent) for warp.
-  Value warp_gradient(const Value& grad) const {
-    const Motion move = motion(tangent_);
-    const Value g = items(grad);
-    const auto over_channels = [&](const Value* of_x, const Value* of_y) {
-      return call("aten::sum.dim_IntList", g * sum(of_x, of_y), Value::list(1), /*keepdim=*/true);
+    // The values are those of the kernel, for which the taps are certain. The formulas give the
+    // derivatives.
+    const auto with_derivatives = [](const Value& number, const Value& formula) {
+      return number + (formula - call("aten::detach", formula));
     };
-    const Value gx = over_channels(x_.first, y_.weight), gy = over_channels(x_.weight, y_.first);
-    const Value twist = over_channels(x_.first, y_.first), spread = move.w / w_;
-    Value of_x = twist * move.y, of_y = twist * move.x;
-    if (taps_ == 4) {
-      of_x = of_x + over_channels(x_.second, y_.weight) * move.x;
-      of_y = of_y + over_channels(x_.weight, y_.second) * move.y;
-    }
-    // grad * tangent depends on warp by (x, y), by w at a fixed (x, y), and by the tangent of m.
-    Value of_m = m_gradient(of_x - spread * gx, of_y - spread * gy, gx * move.x + gy * move.y);
+    const Value numbers = reshape(sources, Value::list(sources.size(0), 3, height, width));
+    const Value w = narrow(numbers, 2, 1);
+    valid_ = call("aten::ne.Scalar", w, 0);
+    const Value p = pixels(is_inverse_ ? rows_ : transposed(cross_rows(rows_, rows_) / 2));
+    w_ = with_derivatives(where(valid_, w, 1.0), narrow(p, 2, 1));
+    xy_ = with_derivatives(narrow(numbers, 0, 2), narrow(p, 0, 2) / w_);
+
+    // (X', Y', W') is the tangent of m (u, v, 1).
+    const Value moved = pixels(is_inverse_ ? tangent_ : transposed(cross_rows(rows_, tangent_)));
+    spread_ = where(valid_, narrow(moved, 2, 1) / w_, 0.0);
+    const Value xy = where(valid_, narrow(moved, 0, 2) / w_ - xy_ * spread_, 0.0);
+    x = narrow(xy, 0, 1);
+    y = narrow(xy, 1, 1);
+  }
+
+  // Return a result as [N, C, h, w], with 0 for pixels without a source.
+  Value items(const Value& result) const {
+    return where(valid_, reshape(to_float64(result), full_shape_), 0.0);
+  }
+
+  // Return the result of items().
+  Value result(const Value& items) const { return reshape(items, shape_); }
+
+  // Return the gradient of sum(gx * x + gy * y) for warp. The motion is (X' - x W', Y' - y W') / W.
+  Value warp_gradient(const Value& gx, const Value& gy) const {
+    Value of_rows = m_gradient(minus(spread_ * gx), minus(spread_ * gy), gx * x + gy * y);
     if (!is_inverse_)
-      of_m = rows_gradient(rows_, of_m) + rows_gradient(tangent_, m_gradient(gx, gy, gx * 0));
-    return Warping::for_input(of_m * scale_, warping_.warp, 3);
+      of_rows = rows_gradient(rows_, of_rows) + rows_gradient(tangent_, m_gradient(gx, gy, gx * 0));
+    // If one matrix serves all items, its gradient is their sum.
+    const bool serves_all = warp_.dim() == 2 || warp_.size(0).equals(1);
+    const Value sum = serves_all ? call("aten::sum.dim_IntList", of_rows, Value::list(0)) : of_rows;
+    return reshape(sum * scale_, warp_.shape());
   }
 
  private:
-  struct Motion {
-    Value x, y, w;
-  };
-
-  Value items(const Value& grad) const {
-    return where(valid_, call("aten::reshape", to_float64(grad), out_shape_), 0.0);
+  // Return m (u, v, 1) of each pixel of the result, [N, 3, h, w].
+  Value pixels(const Value& m) const {
+    const Value entries = call("aten::unsqueeze", m, 3);
+    const auto column = [&](int k) { return call("aten::narrow", entries, 2, k, 1); };
+    return (column(0) * u_ + column(2)) + column(1) * call("aten::unsqueeze", v_, 1);
   }
 
-  // Return the tangents of (x, y) and w of every pixel where warp moves along `rows`.
-  Motion motion(const Value& rows) const {
-    const Value m = is_inverse_ ? rows : transposed(cross_rows(rows_, rows));
-    const Value p = matmul(m, grid_), w = narrow(p, 2, 1);
-    const Value xy = (narrow(p, 0, 2) - xy_ * w) / w_;
-    return {narrow(xy, 0, 1), narrow(xy, 1, 1), w};
-  }
-
-  // Return the gradient for m from those for x and y, as project_backward. `less_w` is subtracted
-  // from the gradient for w.
+  // Return the gradient for m from those for the source's x and y, as project_backward. `less_w` is
+  // subtracted from the gradient for W.
   Value m_gradient(const Value& gx, const Value& gy, const Value& less_w) const {
     const Value gxy = call("aten::cat", Value::list(gx, gy), 1);
     const Value gw =
         minus(call("aten::sum.dim_IntList", gxy * xy_, Value::list(1), /*keepdim=*/true) + less_w);
-    return matmul(call("aten::cat", Value::list(gxy, gw), 1) / w_, transposed(grid_));
+    const Value g = call("aten::cat", Value::list(gxy, gw), 1) / w_;
+    const auto sum = [](const Value& values, int dimension, bool keepdim) {
+      return call("aten::sum.dim_IntList", values, Value::list(dimension), keepdim);
+    };
+    const Value columns = sum(g, 2, false), rows = sum(g, 3, false);
+    return call(
+        "aten::cat",
+        Value::list(sum(columns * u_, 2, true), sum(rows * v_, 2, true), sum(columns, 2, true)), 2);
   }
 
   // Return the gradient of sum(g * cross_rows(rows, q).mT) for q.
@@ -374,69 +275,82 @@ class Positions {
            roll(cross(columns, roll(rows, -1, 1)), 2, 1);
   }
 
-  // Return the sum of the taps, weighted by both axes. A tap of weight zero adds nothing, even if
-  // it is NaN or infinite. Its weight may still have a derivative, for which such a tap counts as
-  // 0.
-  Value sum(const Value* of_x, const Value* of_y) const {
-    Value total;
-    for (int k = 0; k < taps_ * taps_; ++k) {
-      const Value weight = of_x[k % taps_] * of_y[k / taps_];
-      const Value is_used = call("aten::ne.Scalar", weight, 0);
-      const Value term = weight * call("aten::where.self", is_used, tap_[k], finite_[k]);
-      total = k == 0 ? term : total + term;
-    }
-    return total;
-  }
-
-  Warping warping_;
+  Value warp_;
   bool is_inverse_;
-  int taps_;  // along an axis
-  Value valid_, scale_, rows_, tangent_, grid_, w_, xy_, pixels_, out_shape_;
-  Weights x_, y_;
-  Value inside_[16], index_[16], tap_[16], finite_[16];  // of each tap, row by row
+  Dimensions batch_;
+  Value shape_, full_shape_, valid_, scale_, rows_, tangent_, u_, v_, w_, xy_, spread_;
 };
 
 inline void add(Value& sum, const Value& term) { sum = sum.is_none() ? term : sum + term; }
 
-// Add the gradients of sum(grad * the result's tangent) to the wanted ones of image and warp.
+// Add the derivative of the call's result along a tangent of warp.
+inline void add_tangent(const Warping& warping, const Value& tangent, const Value& height,
+                        const Value& width, Value& sum) {
+  if (warping.is_flat()) return;
+  const Motion motion(warping, tangent, height, width);
+  const Value along_x = warping.derivative(1, 0).slope(height, width);
+  const Value along_y = warping.derivative(0, 1).slope(height, width);
+  const Value items = motion.items(along_x) * motion.x + motion.items(along_y) * motion.y;
+  add(sum, to_dtype_of(motion.result(items), warping.image));
+}
+
+// Add the gradients of sum(grad * that derivative) to the wanted ones of image and warp.
 inline void add_gradients(const Warping& warping, const Value& tangent, const Value& grad,
                           Value& of_image, Value& of_warp) {
-  if (!of_image.is_wanted() && !of_warp.is_wanted()) return;
+  const bool wants_image = of_image.is_wanted(), wants_warp = of_warp.is_wanted();
+  if (!wants_image && !wants_warp) return;
   if (warping.is_flat()) {
-    if (of_image.is_wanted()) add(of_image, call("aten::zeros_like", warping.image));
-    if (of_warp.is_wanted()) add(of_warp, call("aten::zeros_like", warping.warp));
+    if (wants_image) add(of_image, call("aten::zeros_like", warping.image));
+    if (wants_warp) add(of_warp, call("aten::zeros_like", warping.warp));
     return;
   }
-  const Positions positions(warping, tangent, grad.size(-2), grad.size(-1));
-  if (of_image.is_wanted()) add(of_image, positions.image_gradient(grad));
-  if (of_warp.is_wanted()) add(of_warp, positions.warp_gradient(grad));
+  const Value height = grad.size(-2), width = grad.size(-1);
+  const Motion motion(warping, tangent, height, width);
+  const Value g = motion.items(grad);
+  Value to_image, to_warp;  // float64
+  const auto add_along = [&](const Warping& derivative, const Value& step) {
+    const Value both = derivative.gradients(motion.result(g * step), wants_image, wants_warp);
+    if (wants_image) add(to_image, both[0]);
+    if (!wants_warp) return Value();
+    add(to_warp, both[1]);
+    const Value slope = motion.items(derivative.slope(height, width));
+    return call("aten::sum.dim_IntList", g * slope, Value::list(1), /*keepdim=*/true);
+  };
+  const Value gx = add_along(warping.derivative(1, 0), motion.x);
+  const Value gy = add_along(warping.derivative(0, 1), motion.y);
+  if (wants_image) add(of_image, to_dtype_of(to_image, warping.image));
+  if (wants_warp) add(of_warp, to_dtype_of(to_warp + motion.warp_gradient(gx, gy), warping.warp));
 }
 
 // ---- warp_perspective(image, warp, dsize, interpolation, ..., destination) ----------------------
 
 constexpr int kDestination = 7;
 
-inline void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  const Warping warping(arguments, 1);
-  const Value& image = arguments[0];
+// Set the wanted gradients of image and warp.
+inline void set_gradients(const Warping& warping, const Value& upstream, Value* gradients) {
   const bool of_image = gradients[0].is_wanted(), of_warp = gradients[1].is_wanted();
-  if (of_image || of_warp) {
-    const Value of_both = warping.gradients(upstream[0], of_image, of_warp);
-    if (of_image) gradients[0] = of_both[0];
-    if (of_warp) gradients[1] = of_both[1];
-  }
+  if (!of_image && !of_warp) return;
+  const Value of_both = warping.gradients(upstream, of_image, of_warp);
+  if (of_image) gradients[0] = of_both[0];
+  if (of_warp) gradients[1] = of_both[1];
+}
+
+inline void vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  const Warping warping(arguments, 1, false);
+  const Value& image = arguments[0];
+  set_gradients(warping, upstream[0], gradients);
   if (gradients[kDestination].is_wanted())
     gradients[kDestination] = warping.of(zeros(image, image.shape())).linear_part(upstream[0]);
 }
 
 inline void jvp(const Value* arguments, const Value* tangents, Value* results) {
-  const Warping warping(arguments, 1);
+  const Warping warping(arguments, 1, false);
   const Value &image = tangents[0], &warp = tangents[1], &destination = tangents[kDestination];
   const Value like = arguments[0];
   const bool has_size = arguments[2].length() == 2;
   const Value height = has_size ? arguments[2][0] : like.size(-2);
   const Value width = has_size ? arguments[2][1] : like.size(-1);
-  if (!warp.is_none()) results[0] = warping.tangent(warp, height, width);
+  if (!warp.is_none()) add_tangent(warping, warp, height, width, results[0]);
   if (image.is_none() && destination.is_none()) return;
   // Without a transparent border there is no destination. Then only height and width are used.
   const Value& kept = arguments[kDestination];
@@ -447,9 +361,11 @@ inline void jvp(const Value* arguments, const Value* tangents, Value* results) {
 
 // ---- _warp_perspective_backward(grad, image, warp, interpolation, ..., output_mask) -------------
 
+constexpr int kMask = 9;
+
 inline void backward_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  const Value &grad = arguments[0], &mask = arguments[7];
-  const Warping warping(arguments + 1, 0);
+  const Value &grad = arguments[0], &mask = arguments[kMask];
+  const Warping warping(arguments + 1, 0, true);
   const bool of_grad = gradients[0].is_wanted();
   if (mask[0].item() && !upstream[0].is_none()) {
     const Warping moved = warping.of(upstream[0]);
@@ -457,13 +373,13 @@ inline void backward_vjp(const Value* arguments, const Value* upstream, Value* g
     if (gradients[2].is_wanted()) add(gradients[2], moved.warp_gradient(grad));
   }
   if (!mask[1].item() || upstream[1].is_none()) return;
-  if (of_grad) add(gradients[0], warping.tangent(upstream[1], grad.size(-2), grad.size(-1)));
+  if (of_grad) add_tangent(warping, upstream[1], grad.size(-2), grad.size(-1), gradients[0]);
   add_gradients(warping, upstream[1], grad, gradients[1], gradients[2]);
 }
 
 inline void backward_jvp(const Value* arguments, const Value* tangents, Value* results) {
-  const Value &grad = arguments[0], &mask = arguments[7];
-  const Warping warping(arguments + 1, 0);
+  const Value &grad = arguments[0], &mask = arguments[kMask];
+  const Warping warping(arguments + 1, 0, true);
   const bool of_image = mask[0].item(), of_warp = mask[1].item();
   if (!tangents[0].is_none()) {
     const Value of_both = warping.gradients(tangents[0], of_image, of_warp);
@@ -478,30 +394,23 @@ inline void backward_jvp(const Value* arguments, const Value* tangents, Value* r
   if (!tangents[2].is_none()) add_gradients(warping, tangents[2], grad, results[0], results[1]);
 }
 
-// ---- _warp_perspective_tangent(tangent, image, warp, dsize, ...), linear in the first two -------
+// ---- _warp_perspective_slope(pixels, warp, dsize, interpolation, ..., order_x, order_y) ---------
 
-inline void tangent_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
-  const Warping warping(arguments + 1, 1);
-  if (gradients[0].is_wanted()) gradients[0] = warping.warp_gradient(upstream[0]);
-  add_gradients(warping, arguments[0], upstream[0], gradients[1], gradients[2]);
+inline void slope_vjp(const Value* arguments, const Value* upstream, Value* gradients) {
+  set_gradients(Warping(arguments, 1, true), upstream[0], gradients);
 }
 
-inline void tangent_jvp(const Value* arguments, const Value* tangents, Value* results) {
-  const Warping warping(arguments + 1, 1);
-  const Value height = arguments[3][0], width = arguments[3][1];
-  if (!tangents[0].is_none()) results[0] = warping.tangent(tangents[0], height, width);
-  if (!tangents[1].is_none())
-    add(results[0], warping.of(tangents[1]).tangent(arguments[0], height, width));
-  if (tangents[2].is_none() || warping.is_flat()) return;
-  const Positions positions(warping, arguments[0], height, width);
-  add(results[0],
-      positions.second(tangents[2], Dimensions(warping.image, warping.warp).shape(height, width)));
+inline void slope_jvp(const Value* arguments, const Value* tangents, Value* results) {
+  const Warping warping(arguments, 1, true);
+  const Value height = arguments[2][0], width = arguments[2][1];
+  if (!tangents[0].is_none()) results[0] = warping.of(tangents[0]).slope(height, width);
+  if (!tangents[1].is_none()) add_tangent(warping, tangents[1], height, width, results[0]);
 }
 
-// ---- _warp_perspective_cells: no derivatives, because Positions adds those of formulas ----------
+// ---- _warp_perspective_sources: no derivatives, because Motion adds those of formulas -----------
 
-inline void cells_vjp(const Value*, const Value*, Value*) {}
-inline void cells_jvp(const Value*, const Value*, Value*) {}
+inline void sources_vjp(const Value*, const Value*, Value*) {}
+inline void sources_jvp(const Value*, const Value*, Value*) {}
 
 }  // namespace warp_derivatives
 
@@ -510,8 +419,8 @@ const Derivative kDerivativesOfWarp[] = {
 
 const Derivative kDerivativesOfDerivatives[] = {
     {"_warp_perspective_backward", warp_derivatives::backward_vjp, warp_derivatives::backward_jvp},
-    {"_warp_perspective_tangent", warp_derivatives::tangent_vjp, warp_derivatives::tangent_jvp},
-    {"_warp_perspective_cells", warp_derivatives::cells_vjp, warp_derivatives::cells_jvp},
+    {"_warp_perspective_slope", warp_derivatives::slope_vjp, warp_derivatives::slope_jvp},
+    {"_warp_perspective_sources", warp_derivatives::sources_vjp, warp_derivatives::sources_jvp},
 };
 
 }  // namespace calcops::ops::warp_perspective

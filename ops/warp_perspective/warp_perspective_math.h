@@ -120,22 +120,6 @@ CALCOPS_HD inline void homography_backward(const Homography& h, const double* gr
   }
 }
 
-// Write the tangent of m from that of the caller's matrix.
-CALCOPS_HD inline void homography_tangent(const Homography& h, const double* tangent,
-                                          bool inverse_map, double* to) {
-  double moved[9];
-  for (int i = 0; i < 9; ++i) moved[i] = h.valid ? tangent[i] * h.scale : 0;
-  for (int i = 0; i < 9; ++i) to[i] = moved[i];
-  if (!h.valid || inverse_map) return;
-  for (int i = 0; i < 3; ++i) {
-    const int j = (i + 1) % 3, k = (i + 2) % 3;
-    double of_j[3], of_k[3];
-    cross(moved + 3 * j, h.scaled + 3 * k, of_j, 1);
-    cross(h.scaled + 3 * j, moved + 3 * k, of_k, 1);
-    for (int c = 0; c < 3; ++c) to[3 * c + i] = of_j[c] + of_k[c];
-  }
-}
-
 // (X, Y, W) of the first pixel of a row of the destination, u = 0.
 struct RowStart {
   double x, y, w;
@@ -168,132 +152,71 @@ CALCOPS_HD inline Source project(const double* m, double u, double v) {
   return project(m, row_of(m, v), u);
 }
 
-// The taps along one axis of a source, after the border mode has mapped it into the image.
-//
-// If there are two taps and the source is at a pixel centre, the second tap has weight 0. It is
-// then the pixel that follows as the coordinate grows, so that slope * (second - first) is the
-// derivative from the right.
+// The taps along one axis of a source: columns or rows of the image, from one end to the other. One
+// outside [0, size) stands for border_value.
 template <int kTaps>
 struct Axis {
-  int64_t tap[kTaps];  // columns or rows; one outside [0, size) stands for border_value
-  double fraction;     // distance of the position from the last tap at or before it
-  double slope;        // derivative of the position in the image for the coordinate: 1, -1 or 0
+  int64_t tap[kTaps];
+  double fraction;  // the position between the two middle taps: 0 is the first, 1 the second one
 };
 
-// Return x modulo period with the sign of x, like fmod, but faster. It is exact if x / period is
-// below 2^51.
-CALCOPS_HD inline double near_remainder(double x, double period) {
-  const double rest = fma(-trunc(x / period), period, x);
-  // The quotient may have been rounded up to an integer.
-  return rest * x < 0 ? rest + copysign(period, x) : rest;
-}
-
+// Beyond, coordinates are reduced by fmod. fold_index() is exact below it.
 constexpr double kFar = 0x1p51;
 
-// Return the position in [0, n - 1], for kWrap in [0, n), to which a border mode maps a finite
-// coordinate x. Multiply `slope` by the derivative. The mode is none of kConstant and kTransparent.
-// kNear: |x| is below kFar.
-template <bool kNear>
-CALCOPS_HD inline double fold(double x, double n, Border border, double& slope) {
-  const auto modulo = [&](double period) {
-    return kNear || fabs(x) < kFar ? near_remainder(x, period) : fmod(x, period);
-  };
-  if (border == Border::kWrap) {
-    x = modulo(n);
-    x = x < 0 ? x + n : x;
-    if (x >= n) x = 0;  // -1e-20 + n is n
-    return x;
-  }
-  if (border != Border::kReplicate) {
-    // kReflect mirrors at -1/2 and has the period 2n. kReflect101 mirrors at 0, with 2n - 2.
-    const double edge = border == Border::kReflect ? 1 : 0;
-    const double period = 2 * (n - 1 + edge);
-    x = period > 0 ? modulo(period) : 0;
-    slope = x < 0 ? -slope : slope;
-    x = x < 0 ? -edge - x : x;
-    const bool is_mirrored = x > n - 1 + edge / 2;
-    slope = is_mirrored ? -slope : slope;
-    x = is_mirrored ? period - edge - x : x;
-  }
-  slope = x >= 0 && x <= n - 1 ? slope : 0;
-  x = x < 0 ? 0 : x;
-  return x > n - 1 ? n - 1 : x;
+// Return the period of a border mode that repeats an image of n pixels. kReflect mirrors the pixel
+// at the edge too, kReflect101 does not.
+CALCOPS_HD inline double period_of(double n, Border border) {
+  return border == Border::kWrap ? n : border == Border::kReflect ? 2 * n : 2 * n - 2;
 }
 
-// Write the two taps at the coordinate x. Return false if there is no source.
-//
-// cv::borderInterpolate folds the index of each tap. For two taps, folding the coordinate gives the
-// same function, and for coordinates of any size.
+// Return the index of the pixel that a border mode shows at index i, as cv::borderInterpolate. All
+// numbers are integers. They are float64, so that loops are vectorised.
+CALCOPS_HD inline double fold_index(double i, double n, Border border) {
+  if ((i >= 0 && i < n) || border == Border::kConstant) return i;
+  if (border == Border::kReplicate) return i < 0 ? 0 : n - 1;
+  const double period = period_of(n, border), edge = border == Border::kReflect ? 1 : 0;
+  const double rest = period > 0 ? fma(-floor(i / period), period, i) : 0;
+  return border == Border::kWrap || rest < n ? rest : period - edge - rest;
+}
+
+// Write the taps at the coordinate x, whose magnitude is below kFar, and return the fraction. If
+// all taps are the same pixel, it is 0, so that the result is exactly that pixel.
+template <int kTaps, class Index>
+CALCOPS_HD inline double find_taps(double x, double n, Border border, Index (&tap)[kTaps]) {
+  const double first = floor(x);
+  bool is_one_pixel = true;
+  for (int k = 0; k < kTaps; ++k) {
+    tap[k] = static_cast<Index>(fold_index(first + (k + 1 - kTaps / 2), n, border));
+    is_one_pixel = is_one_pixel & (tap[k] == tap[0]);
+  }
+  return is_one_pixel ? 0 : x - first;
+}
+
+// Write the taps at the coordinate x. Return false if there is no source.
+template <int kTaps>
 CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool is_nearest,
-                              Axis<2>& axis) {
+                              Axis<kTaps>& axis) {
   const double n = static_cast<double>(size);
-  axis.slope = is_nearest ? 0 : 1;
   if (is_nearest) x = rint(x);
-  const bool is_inside = x >= 0 && (border == Border::kWrap ? x < n : x <= n - 1);
   if (border == Border::kConstant) {
-    if (!(x >= -1 && x < n)) return false;
-  } else if (!is_inside) {
-    if (border == Border::kTransparent || !(fabs(x) <= DBL_MAX)) return false;
-    x = fold<false>(x, n, border, axis.slope);
-  }
-  const double floor_x = floor(x);
-  axis.tap[0] = static_cast<int64_t>(floor_x);
-  axis.fraction = x - floor_x;
-  const bool is_last = axis.tap[0] + 1 == size;
-  const bool is_transparent = border == Border::kTransparent;
-  const bool is_mirrored = axis.fraction == 0 && axis.slope < 0;
-  if (is_mirrored || (is_last && (border == Border::kReflect101 || is_transparent))) {
-    axis.tap[1] = axis.tap[0] > 0 ? axis.tap[0] - 1 : 0;
-    // A transparent image ends here, so the derivative is that from the left.
-    axis.slope = is_transparent ? -axis.slope : fabs(axis.slope);
+    // At x = -2, a cubic shows the border alone.
+    if (!(x >= -kTaps / 2 && x < n - 1 + kTaps / 2) || x == -2) return false;
+  } else if (border == Border::kTransparent) {
+    if (!(x >= 0 && x <= n - 1)) return false;
   } else {
-    axis.tap[1] = axis.tap[0] + 1;
-    if (is_last && border != Border::kConstant)
-      axis.tap[1] = border == Border::kWrap ? 0 : axis.tap[0];
-  }
-  return true;
-}
-
-// Return the index of the pixel that a border mode shows at index i, as cv::borderInterpolate.
-CALCOPS_HD inline int64_t fold_index(int64_t i, int64_t size, Border border) {
-  if ((i >= 0 && i < size) || border == Border::kConstant) return i;
-  if (border == Border::kReplicate) return i < 0 ? 0 : size - 1;
-  const bool wraps = border == Border::kWrap;
-  const bool repeats_edge = wraps || border == Border::kReflect;
-  if (size == 1) return 0;
-  const int64_t period = wraps ? size : repeats_edge ? 2 * size : 2 * size - 2;
-  const int64_t rest = (i % period + period) % period;
-  const int64_t edge = repeats_edge;  // 1 if the edge's pixel is mirrored too
-  return rest < size ? rest : period - edge - rest;
-}
-
-// Write the four taps at the coordinate x. Return false if there is no source.
-//
-// A cubic also has taps beyond the two that enclose the position. So each tap's index is folded,
-// after the coordinate is brought near to the image.
-CALCOPS_HD inline bool locate(double x, int64_t size, Border border, bool, Axis<4>& axis) {
-  const double n = static_cast<double>(size);
-  axis.slope = 1;
-  if (border == Border::kConstant) {
-    if (!(x > -2 && x < n + 1)) return false;
-  } else if (!(x >= 0 && x <= n - 1)) {
-    if (border == Border::kTransparent || !(fabs(x) <= DBL_MAX)) return false;
-    if (border == Border::kReplicate) {
-      if (!(x > -2 && x < n + 1)) axis.slope = 0;
-      x = x < -2 ? -2 : x > n + 1 ? n + 1 : x;
-    } else {
-      // kReflect mirrors the edge's pixel too, kReflect101 does not.
-      const double period = border == Border::kWrap      ? n
-                            : border == Border::kReflect ? 2 * n
-                                                         : 2 * n - 2;
-      if (period == 0) axis.slope = 0;
-      x = period == 0 ? 0 : fabs(x) < kFar ? near_remainder(x, period) : fmod(x, period);
+    if (!(fabs(x) <= DBL_MAX)) return false;
+    if (!(fabs(x) < kFar) && border != Border::kReplicate) {
+      const double period = period_of(n, border);
+      x = period > 0 ? fmod(x, period) : 0;
     }
   }
-  const double floor_x = floor(x);
-  axis.fraction = x - floor_x;
-  for (int k = 0; k < 4; ++k)
-    axis.tap[k] = fold_index(static_cast<int64_t>(floor_x) + k - 1, size, border);
+  axis.fraction = find_taps(x, n, border, axis.tap);
+  // A transparent image ends at its last pixel, so the derivative there is that from the left.
+  if (kTaps == 2 && border == Border::kTransparent && x == n - 1 && size > 1) {
+    axis.tap[1] = axis.tap[0];
+    axis.tap[0] = axis.tap[1] - 1;
+    axis.fraction = 1;
+  }
   return true;
 }
 
@@ -311,53 +234,52 @@ CALCOPS_HD inline bool locate(const Source& source, const WarpSizes& sizes, Bord
          locate(source.y, sizes.height, border, is_nearest, cell.y);
 }
 
-// Write the weights of an axis's taps at the fraction t.
-CALCOPS_HD inline void weights_of(double t, double (&weight)[2]) {
-  weight[0] = 1 - t;
-  weight[1] = t;
+// Write the weights of an axis's taps at the fraction t, or their derivative of an order for t.
+template <class Real>
+CALCOPS_HD inline void weights_of(Real t, int order, Real (&weight)[2]) {
+  weight[0] = order == 0 ? 1 - t : order == 1 ? -1 : 0;
+  weight[1] = order == 0 ? t : order == 1 ? 1 : 0;
 }
 
 // The same for Keys' cubic kernel. At t = 0, all weights but one are exactly 0.
-CALCOPS_HD inline void weights_of(double t, double (&weight)[4]) {
+CALCOPS_HD inline void weights_of(double t, int order, double (&weight)[4]) {
   constexpr double a = kKeys;
-  weight[0] = fma(fma(a, t, -2 * a), t, a) * t;
-  weight[1] = fma(fma(a + 2, t, -(a + 3)) * t, t, 1.0);
-  weight[2] = fma(fma(-(a + 2), t, 2 * a + 3), t, -a) * t;
-  weight[3] = fma(-a, t, a) * t * t;
+  if (order == 0) {
+    weight[0] = fma(fma(a, t, -2 * a), t, a) * t;
+    weight[1] = fma(fma(a + 2, t, -(a + 3)) * t, t, 1.0);
+    weight[2] = fma(fma(-(a + 2), t, 2 * a + 3), t, -a) * t;
+    weight[3] = fma(-a, t, a) * t * t;
+  } else if (order == 1) {
+    weight[0] = fma(fma(3 * a, t, -4 * a), t, a);
+    weight[1] = fma(3 * (a + 2), t, -2 * (a + 3)) * t;
+    weight[2] = fma(fma(-3 * (a + 2), t, 2 * (2 * a + 3)), t, -a);
+    weight[3] = fma(-3 * a, t, 2 * a) * t;
+  } else {
+    // Of order 2: c[0] + c[1] t. Of order 3: c[1].
+    constexpr double c[4][2] = {{-4 * a, 6 * a},
+                                {-2 * (a + 3), 6 * (a + 2)},
+                                {2 * (2 * a + 3), -6 * (a + 2)},
+                                {2 * a, -6 * a}};
+    for (int k = 0; k < 4; ++k)
+      weight[k] = order == 2 ? fma(c[k][1], t, c[k][0]) : order == 3 ? c[k][1] : 0;
+  }
 }
 
-// Write the derivatives of these weights for t.
-CALCOPS_HD inline void slopes_of(double t, double (&slope)[4]) {
-  constexpr double a = kKeys;
-  slope[0] = fma(fma(3 * a, t, -4 * a), t, a);
-  slope[1] = fma(3 * (a + 2), t, -2 * (a + 3)) * t;
-  slope[2] = fma(fma(-3 * (a + 2), t, 2 * (2 * a + 3)), t, -a);
-  slope[3] = fma(-3 * a, t, 2 * a) * t;
-}
-
-// Write the numbers of pixel (u, v) (CellNumber), each to out[number * stride].
+// Write the source (x, y, w) of pixel (u, v), each number to out[k * stride]. All are 0 if the
+// pixel has no source.
 template <int kTaps>
-CALCOPS_HD inline void store_cell(const Homography& map, const WarpSizes& sizes, int64_t u,
-                                  int64_t v, int64_t stride, double* out) {
-  Cell<kTaps> cell{};
+CALCOPS_HD inline void store_source(const Homography& map, const WarpSizes& sizes, int64_t u,
+                                    int64_t v, int64_t stride, double* out) {
+  Cell<kTaps> cell;
   Source source{};
   bool has_source = map.valid && sizes.height > 0 && sizes.width > 0;
   if (has_source) {
     source = project(map.m, static_cast<double>(u), static_cast<double>(v));
     has_source = locate(source, sizes, sizes.border, cell);
   }
-  const double numbers[kTap] = {source.x,        source.y,     source.w,    cell.x.fraction,
-                                cell.y.fraction, cell.x.slope, cell.y.slope};
-  for (int k = 0; k < kTap; ++k) out[k * stride] = has_source ? numbers[k] : 0;
-  const auto store = [&](int first, const Axis<kTaps>& axis, int64_t size) {
-    for (int k = 0; k < kTaps; ++k) {
-      const bool is_inside = axis.tap[k] >= 0 && axis.tap[k] < size;
-      const double tap = is_inside ? static_cast<double>(axis.tap[k]) : -1;
-      out[(first + k) * stride] = has_source ? tap : 0;
-    }
-  };
-  store(kTap, cell.x, sizes.width);
-  store(kTap + kTaps, cell.y, sizes.height);
+  out[0] = has_source ? source.x : 0;
+  out[stride] = has_source ? source.y : 0;
+  out[2 * stride] = has_source ? source.w : 0;
 }
 
 // One channel of one image.
@@ -367,7 +289,7 @@ struct Plane {
   int64_t stride_y, stride_x, height, width;
   Pixel border;
 
-  template <class As = double>
+  template <class As>
   CALCOPS_HD As at(int64_t y, int64_t x) const {
     const bool is_inside = y >= 0 && y < height && x >= 0 && x < width;
     return static_cast<As>(is_inside ? data[y * stride_y + x * stride_x] : border);
@@ -386,35 +308,16 @@ CALCOPS_HD inline Plane<Pixel> make_plane(const WarpInputs<Pixel>& in, int64_t n
           to_pixel<Pixel>(static_cast<Number<Pixel>>(border))};
 }
 
-// Return the weighted sum of four taps: a and b in the upper row, c and d in the lower one.
+// Return the weighted sum of a pixel's taps. A tap of weight zero is not used, so that an identity
+// map keeps NaN and infinity in their pixels.
 template <class Real>
-CALCOPS_HD inline Real interpolate(Real a, Real b, Real c, Real d, Real weight_x, Real weight_y) {
-  const Real top = fma(weight_x, b, (1 - weight_x) * a);
-  const Real bottom = fma(weight_x, d, (1 - weight_x) * c);
-  return fma(weight_y, bottom, (1 - weight_y) * top);
-}
-
-// Return the pixel of the result. A tap of weight zero is not read, so that an identity map keeps
-// NaN and infinity in their pixels.
-template <class Pixel>
-CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<2>& cell) {
-  using Real = Number<Pixel>;
-  const Axis<2>& x = cell.x;
-  const Axis<2>& y = cell.y;
-  const Real weight_x = static_cast<Real>(x.fraction);
-  const Real weight_y = static_cast<Real>(y.fraction);
-  const bool uses_right = weight_x > 0;
-  const bool uses_lower = weight_y > 0;
-  const auto tap = [&](bool is_used, int64_t row, int64_t column) {
-    return is_used ? plane.template at<Real>(row, column) : 0;
+CALCOPS_HD inline Real sum_taps(const Real (&tap)[2][2], const Real (&x)[2], const Real (&y)[2]) {
+  const auto sum = [](const Real(&weight)[2], Real first, Real second) {
+    return fma(weight[1], weight[1] != 0 ? second : 0, weight[0] * (weight[0] != 0 ? first : 0));
   };
-  return to_pixel<Pixel>(
-      interpolate(plane.template at<Real>(y.tap[0], x.tap[0]), tap(uses_right, y.tap[0], x.tap[1]),
-                  tap(uses_lower, y.tap[1], x.tap[0]),
-                  tap(uses_right && uses_lower, y.tap[1], x.tap[1]), weight_x, weight_y));
+  return sum(y, sum(x, tap[0][0], tap[0][1]), sum(x, tap[1][0], tap[1][1]));
 }
 
-// Return the weighted sum of 4 x 4 taps. Taps of weight zero are not used.
 template <class Real>
 CALCOPS_HD inline Real sum_taps(const Real (&tap)[4][4], const Real (&weight_x)[4],
                                 const Real (&weight_y)[4]) {
@@ -428,77 +331,35 @@ CALCOPS_HD inline Real sum_taps(const Real (&tap)[4][4], const Real (&weight_x)[
   return sum;
 }
 
-// Write the weights of an axis's taps, computed in float64 and rounded to Real.
+// The same for a fraction in float64 and weights of another type.
 template <class Real>
-CALCOPS_HD inline void round_weights(double t, Real (&weight)[4]) {
+CALCOPS_HD inline void round_weights(double t, int order, Real (&weight)[2]) {
+  weights_of(static_cast<Real>(t), order, weight);
+}
+
+template <class Real>
+CALCOPS_HD inline void round_weights(double t, int order, Real (&weight)[4]) {
   double exact[4];
-  weights_of(t, exact);
+  weights_of(t, order, exact);
   for (int k = 0; k < 4; ++k) weight[k] = static_cast<Real>(exact[k]);
 }
 
-template <class Real, class Pixel>
-CALCOPS_HD inline void read_taps(const Plane<Pixel>& plane, const Cell<4>& cell,
-                                 Real (&tap)[4][4]) {
-  for (int y = 0; y < 4; ++y)
-    for (int x = 0; x < 4; ++x) tap[y][x] = plane.template at<Real>(cell.y.tap[y], cell.x.tap[x]);
+// Return the interpolated value, or its derivative of an order for x and y.
+template <class Real, class Pixel, int kTaps>
+CALCOPS_HD inline Real interpolate(const Plane<Pixel>& plane, const Cell<kTaps>& cell, int order_x,
+                                   int order_y) {
+  Real tap[kTaps][kTaps], weight_x[kTaps], weight_y[kTaps];
+  for (int y = 0; y < kTaps; ++y)
+    for (int x = 0; x < kTaps; ++x)
+      tap[y][x] = plane.template at<Real>(cell.y.tap[y], cell.x.tap[x]);
+  round_weights(cell.x.fraction, order_x, weight_x);
+  round_weights(cell.y.fraction, order_y, weight_y);
+  return sum_taps(tap, weight_x, weight_y);
 }
 
-template <class Pixel>
-CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<4>& cell) {
-  using Real = Number<Pixel>;
-  Real tap[4][4], weight_x[4], weight_y[4];
-  read_taps(plane, cell, tap);
-  round_weights(cell.x.fraction, weight_x);
-  round_weights(cell.y.fraction, weight_y);
-  return to_pixel<Pixel>(sum_taps(tap, weight_x, weight_y));
-}
-
-// The derivatives of an interpolated value for the position (x, y), or the tangent of a position.
-struct Slope {
-  double x, y;
-};
-
-// Return the derivatives for four taps, a b above c d, at the fractions x and y. Taps of weight
-// zero are not used.
-CALCOPS_HD inline Slope slope_of_taps(double a, double b, double c, double d, double x, double y) {
-  const double bottom = y > 0 ? d - c : 0, right = x > 0 ? d - b : 0;
-  return {fma(y, bottom, (1 - y) * (b - a)), fma(x, right, (1 - x) * (c - a))};
-}
-
-template <class Pixel>
-CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<2>& cell) {
-  const int64_t *row = cell.y.tap, *column = cell.x.tap;
-  const Slope slope = slope_of_taps(plane.at(row[0], column[0]), plane.at(row[0], column[1]),
-                                    plane.at(row[1], column[0]), plane.at(row[1], column[1]),
-                                    cell.x.fraction, cell.y.fraction);
-  return {cell.x.slope * slope.x, cell.y.slope * slope.y};
-}
-
-// The same for 4 x 4 taps.
-CALCOPS_HD inline Slope slope_of_taps(const double (&tap)[4][4], double x, double y) {
-  double weight_x[4], weight_y[4], slope_x[4], slope_y[4];
-  weights_of(x, weight_x);
-  weights_of(y, weight_y);
-  slopes_of(x, slope_x);
-  slopes_of(y, slope_y);
-  return {sum_taps(tap, slope_x, weight_y), sum_taps(tap, weight_x, slope_y)};
-}
-
-template <class Pixel>
-CALCOPS_HD inline Slope sample_slope(const Plane<Pixel>& plane, const Cell<4>& cell) {
-  double tap[4][4];
-  read_taps(plane, cell, tap);
-  const Slope slope = slope_of_taps(tap, cell.x.fraction, cell.y.fraction);
-  return {cell.x.slope * slope.x, cell.y.slope * slope.y};
-}
-
-// Return the tangent of the source (x, y) of a pixel where m moves along `tangent`. `row` is
-// row_of(tangent, v) for the pixel (u, v), and reciprocal is 1 / W.
-CALCOPS_HD inline Slope motion_of(const double* tangent, const RowStart& row, double x, double y,
-                                  double reciprocal, double u) {
-  const double w = fma(tangent[6], u, row.w);
-  return {fma(-x, w, fma(tangent[0], u, row.x)) * reciprocal,
-          fma(-y, w, fma(tangent[3], u, row.y)) * reciprocal};
+template <class Pixel, int kTaps>
+CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<kTaps>& cell) {
+  return to_pixel<Pixel>(interpolate<Number<Pixel>>(plane, cell, 0, 0));
 }
 
 // Add the share of pixel (u, v) to the gradient for m. (gx, gy) is the gradient for its source.

@@ -128,23 +128,22 @@ inline Box plain_box(const WarpSizes& sizes) {
 // All taps of the pixels in `inside` are in the image. The others are computed one by one.
 struct Row {
   RowStart start;
-  Interval shown{0, 0};
-  Interval inside[2]{};  // At the horizon, W changes its sign. This is before and behind it.
+  double sign;  // of W in the middle of the row; a pixel with the other sign is not in `inside`
+  Interval shown{0, 0}, inside{0, 0};
 
   [[gnu::noinline]] Row(const Homography& map, int64_t v, const WarpSizes& sizes)
       : start(row_of(map.m, static_cast<double>(v))) {
     const int64_t n = sizes.out_width;
     if (!map.valid) return;
     const double last = fma(map.m[6], static_cast<double>(n - 1), start.w);
-    const double sign = start.w < 0 ? -1 : 1;
+    sign = start.w + last < 0 ? -1 : 1;
     const bool has_horizon = !(start.w * last > 0), is_constant = sizes.border == Border::kConstant;
     shown = {0, n};
     // Beyond this box, a constant or a transparent border shows nothing of the image.
     if (!has_horizon && (is_constant || sizes.border == Border::kTransparent))
       shown = in_box(map.m, start, n, sign, is_constant ? plain_box(sizes) : image_box(sizes, 0.5),
                      Doubt::kPossible);
-    inside[0] = in_box(map.m, start, n, sign, inside_box(sizes), Doubt::kSure);
-    if (has_horizon) inside[1] = in_box(map.m, start, n, -sign, inside_box(sizes), Doubt::kSure);
+    inside = in_box(map.m, start, n, sign, inside_box(sizes), Doubt::kSure);
   }
 
   // Call at_outside, at_edge and at_inside, each with (begin, end), for the parts of [left, right).
@@ -157,11 +156,10 @@ struct Row {
       left = std::max(left, end);
     };
     visit_until(shown.begin, at_outside);
-    for (const Interval& part : inside)
-      if (!part.empty()) {
-        visit_until(part.begin, at_edge);
-        visit_until(part.end, at_inside);
-      }
+    if (!inside.empty()) {
+      visit_until(inside.begin, at_edge);
+      visit_until(inside.end, at_inside);
+    }
     visit_until(shown.end, at_edge);
     visit_until(right, at_outside);
   }
@@ -371,14 +369,11 @@ struct FoldedTaps {
     // The border mode is a constant of each loop, so that the compiler vectorises it.
     const auto fold_all = [&](auto border) {
       const double n = static_cast<double>(size);
-      const double after_last = decltype(border)::value == Border::kWrap ? 0 : n - 1;
       for (int i = 0; i < count; ++i) {
-        double slope = 1;
-        const double position = fold<true>(x[i], n, decltype(border)::value, slope);
-        const double first = floor(position);
-        second[i] = first + 1 < n ? first + 1 : after_last;
-        weight[i] = position - first;
-        x[i] = first;
+        double tap[2];
+        weight[i] = find_taps(x[i], n, decltype(border)::value, tap);
+        x[i] = tap[0];
+        second[i] = tap[1];
       }
     };
     if (sizes.border == Border::kReplicate)

@@ -94,9 +94,9 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5, tor
 
 
 def check(kernels, image, matrix, out, *options):
-    """Compare the kernels with the CPU's, the forward kernel bit for bit.
+    """Compare the kernels with the CPU's. Results and slopes are the same bit for bit.
 
-    The backward kernel adds in another order, and the tangent kernel divides in another way.
+    The backward kernel adds in another order.
     """
     destination = None
     if "transparent" in options:
@@ -106,19 +106,17 @@ def check(kernels, image, matrix, out, *options):
     same_bits(kernels(ops.warp_perspective, image, matrix, out, *options, destination), [expected])
     if not image.dtype.is_floating_point:
         return
-    generator = torch.Generator().manual_seed(2)
-    matrix_tangent = torch.randn(matrix.shape, generator=generator, dtype=matrix.dtype) * matrix
-    arguments = matrix_tangent, image, matrix, out, *options
-    expected_tangent = ops._warp_perspective_tangent(*arguments)
-    if expected_tangent.numel():
-        atol = TOLERANCE[image.dtype] * max(1, expected_tangent.abs().nan_to_num().max().item())
-        tangent = kernels(ops._warp_perspective_tangent, *arguments)[0]
-        torch.testing.assert_close(tangent, expected_tangent, rtol=0, atol=atol, equal_nan=True)
+    order = 0, 0
+    if "nearest" not in options:
+        order = len(image) % 3, len(matrix) % 2
+        arguments = image.double(), matrix, out, *options, *order
+        slope = ops._warp_perspective_slope
+        same_bits(kernels(slope, *arguments), [slope(*arguments)])
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(expected.shape, generator=generator, dtype=image.dtype)
     backward = ops._warp_perspective_backward
     for mask in ([True, True], [True, False], [False, True]):
-        arguments = grad, image, matrix, *options, mask
+        arguments = grad, image, matrix, *options, *order, mask
         results = zip(mask, kernels(backward, *arguments), backward(*arguments), strict=True)
         for is_computed, gradient, expected_gradient in results:
             if is_computed and expected_gradient.numel():
@@ -152,7 +150,7 @@ def test_a_tap_of_weight_zero_takes_no_part_in_the_gradient(kernels, interpolati
     grad = torch.ones_like(image)
     grad[0, 0, 2, 3] = float("inf")
     identity = torch.eye(3, dtype=torch.float64)[None]
-    options = interpolation, "reflect_101", None, False, [True, False]
+    options = interpolation, "reflect_101", None, False, 0, 0, [True, False]
     gradient = kernels(ops._warp_perspective_backward, grad, image, identity, *options)[0]
     assert torch.equal(gradient, grad)
 
@@ -176,7 +174,7 @@ def test_results_are_those_of_the_cpu_where_a_block_takes_several_tiles(kernels,
     same_bits(kernels(ops.warp_perspective, image, matrix, (16, 64), *arguments[2:]), [expected])
     backward = ops._warp_perspective_backward
     grad = torch.rand(expected.shape, generator=generator, dtype=torch.float64)
-    arguments = grad, *arguments, list(mask)
+    arguments = grad, *arguments, 0, 0, list(mask)
     gradients = kernels(backward, *arguments), backward(*arguments)
     for gradient, expected_gradient in zip(*gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-9)
@@ -202,12 +200,14 @@ def test_kernels_agree_with_the_cpu_for_empty_sizes(kernels, size):
 
 @pytest.mark.parametrize("kind", ["tilted", "tiny", "shift", "singular", "horizon", "zero", "nan"])
 @pytest.mark.parametrize("inverse_map", [False, True])
-def test_cells_are_those_of_the_cpu(kernels, kind, inverse_map):
+def test_sources_are_those_of_the_cpu(kernels, kind, inverse_map):
     warp = matrices(kind, 3)
     sizes = [((5, 7), (3, 90)), ((1, 1), (4, 4)), ((0, 4), (2, 2)), ((5, 7), (0, 3))]
-    for border, (size, dsize), taps in itertools.product(BORDERS, sizes, [2, 4]):
-        arguments = warp, size, dsize, taps, border, inverse_map
+    for border, (size, dsize), interpolation in itertools.product(
+        BORDERS, sizes, ["linear", "cubic"]
+    ):
+        arguments = warp, size, dsize, interpolation, border, inverse_map
         same_bits(
-            kernels(ops._warp_perspective_cells, *arguments),
-            ops._warp_perspective_cells(*arguments),
+            kernels(ops._warp_perspective_sources, *arguments),
+            ops._warp_perspective_sources(*arguments),
         )

@@ -50,8 +50,8 @@ MASKS = [[True, False], [False, True]]
 def test_opcheck_passes_for_the_backward_operator(output_mask, device):
     image, warp = arguments(2, 3, 7, 6, device=device)
     grad = random_image(2, 3, 4, 5, seed=1).to(device).requires_grad_()
-    opcheck(backward, (grad, image, warp, "linear", "reflect", [0.5], False, output_mask))
-    opcheck(backward, (grad, image, warp, "nearest", "constant", None, True, output_mask))
+    opcheck(backward, (grad, image, warp, "linear", "reflect", [0.5], False, 0, 0, output_mask))
+    opcheck(backward, (grad, image, warp, "nearest", "constant", None, True, 0, 0, output_mask))
 
 
 def test_meta_tensors_give_the_shape_and_dtype_of_the_result():

@@ -52,24 +52,23 @@ void run_case(Results& results, const WarpSizes& sizes, bool channels_last) {
       type_name<Pixel>() + name_of(sizes) + (channels_last ? " channels last" : "");
   const int64_t pixels = sizes.batch * C * sizes.out_height * sizes.out_width;
   std::vector<Pixel> out(pixels);
-  warp_perspective_cpu(in, out.data());
+  warp_perspective<Pixel>(in, nullptr, out.data());
   results.add(name, out);
   if constexpr (std::is_floating_point_v<Pixel>) {
     const auto grad = draw<Pixel>(random, pixels);
     std::vector<Pixel> grad_image(image.size());
     std::vector<double> grad_warp(9 * sizes.warp_batch);
-    warp_perspective_backward_cpu<Pixel>(in, {grad.data(), grad_image.data(), grad_warp.data()});
+    warp_perspective_backward<Pixel>(in, {grad.data(), grad_image.data(), grad_warp.data()});
     results.add(name + " grad_image", grad_image);
     results.add(name + " grad_warp", grad_warp);
   }
 }
 
-void run_cells(Results& results, const WarpSizes& sizes) {
-  const int64_t pixels = sizes.out_height * sizes.out_width;
-  std::vector<double> cells(sizes.warp_batch * cell_numbers(sizes.interpolation) * pixels),
+void run_sources(Results& results, const WarpSizes& sizes) {
+  std::vector<double> sources(sizes.warp_batch * 3 * sizes.out_height * sizes.out_width),
       scale(sizes.warp_batch);
-  warp_perspective_cells_cpu(sizes, kMaps[0], cells.data(), scale.data());
-  results.add("cells" + name_of(sizes), cells);
+  warp_perspective_sources(sizes, kMaps[0], sources.data(), scale.data());
+  results.add("sources" + name_of(sizes), sources);
   results.add("scale" + name_of(sizes), scale);
 }
 
@@ -92,7 +91,7 @@ void run(Results& results) {
           run_case<float>(results, sizes, channels_last);
           run_case<double>(results, sizes, channels_last);
         }
-        if (!nearest) run_cells(results, sizes);
+        if (!nearest) run_sources(results, sizes);
       }
       run_case<uint8_t>(results, wide, /*channels_last=*/false);
     }
