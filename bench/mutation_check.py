@@ -72,7 +72,7 @@ def copy_builds(tree, cache):
     user_cache = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
     for name in ("calcops-*", "runtime-*"):
         for slot in Path(user_cache).glob(name):
-            shutil.copytree(slot, cache / slot.name)
+            shutil.copytree(slot, cache / slot.name, symlinks=True)
     of_tests = Path(".pytest_cache/loader")
     if (ROOT / of_tests).is_dir():
         shutil.copytree(ROOT / of_tests, tree / of_tests)
