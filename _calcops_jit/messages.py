@@ -16,6 +16,8 @@ _LOG_S = 10.0
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
 # first pattern that matches the output counts. {0} is the first group that is not empty.
 _CAUSES = r"""
+Too many open files
+    this process has no descriptor left -> ulimit -n $(ulimit -H -n)
 No space left on device|Disk quota exceeded
     the disk is full -> export CALCOPS_CACHE=<a folder with space>
 Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted

@@ -162,7 +162,7 @@ class Request(SimpleNamespace):
             flags = torch.__config__._cxx_flags()
             return facts | {"level": self.level, "PyTorch's flags": digest(flags.encode())}
         facts |= {
-            "compiler": self.compiler,
+            "compiler's arguments": self.compiler[1:],  # the first word is among the programs
             # A PyTorch that is built again has libraries of other sizes.
             "PyTorch's size": os.path.getsize(f"{TORCH}/lib/libtorch_cpu.so"),
             "PyTorch's folder": TORCH,  # it is in the library's rpath
