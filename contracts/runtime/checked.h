@@ -121,8 +121,7 @@ struct Checked {
   // That the operator's Check sets.
   c10::SmallVector<Value, contract::kMostResults> result_shapes;
 
-  Checked(const Operator& op, IValue* stack, bool with_check = true)
-      : op(op), text(op.family->text), stack(stack) {
+  Checked(const Operator& op, IValue* stack) : op(op), text(op.family->text), stack(stack) {
     for (size_t i = 0; i < text.lines.size(); ++i) tensors[i] = of_group[i] = &kNone;
 
     for (const int i : op.numbers) check_number(text.lines[i], stack[op.argument[i]]);
@@ -130,7 +129,7 @@ struct Checked {
     for (const int i : op.strings) check_choice(text.lines[i], stack[op.argument[i]]);
     for (const int i : op.tensors)
       for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
-    if (!op.check || !with_check) return;
+    if (!op.check) return;
     result_shapes.resize(op.result_lines.size());
     op.check(reinterpret_cast<Value*>(stack), result_shapes.data());
     for (const int i : op.tensors)  // that the Check gave

@@ -121,7 +121,8 @@ void take_kernels(Family& family) {
     if (!op.kernels.empty()) op.owner = &op;
     if (op.owner || op.is_composition) continue;
     for (const Operator& other : family.operators)
-      if (!other.kernels.empty() && contract::may_use_kernels_of(op, other)) op.owner = &other;
+      if (!other.kernels.empty() && contract::may_use_kernels_of(family.text, op, other))
+        op.owner = &other;
   }
 }
 
@@ -169,7 +170,7 @@ void check_all_kernels() {
         if (op.is_composition || !op.kernels.empty()) continue;
         const auto owners = std::count_if(
             family.operators.begin(), family.operators.end(), [&](const Operator& other) {
-              return !other.kernels.empty() && contract::may_use_kernels_of(op, other);
+              return !other.kernels.empty() && contract::may_use_kernels_of(family.text, op, other);
             });
         TORCH_CHECK(owners == 1, "line ", op.schema.number, ": ",
                     owners ? "several operators have kernels for " : "no kernel of ",

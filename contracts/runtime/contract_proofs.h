@@ -153,6 +153,23 @@ class Prover {
         fail(line, "expected integers, got " + bound.text);
   }
 
+  // Raise an error if a line refuses its argument's default. Kernels receive it unchecked where
+  // another operator that lacks the argument uses them.
+  static void check_default(const Line& line, const Argument& argument, const c10::IValue& value) {
+    const auto meets = [](Compare compare, auto a, auto b) {
+      return compare == Compare::kLess     ? a < b
+             : compare == Compare::kAtMost ? a <= b
+             : compare == Compare::kMore   ? a > b
+                                           : a >= b;
+    };
+    bool is_ok = argument.kind != Kind::kString || line.choices.empty() ||
+                 std::count(line.choices.begin(), line.choices.end(), value.toStringRef()) > 0;
+    for (const Bound& bound : line.bounds)
+      is_ok &= argument.kind == Kind::kInt ? meets(bound.compare, value.toInt(), bound.integer)
+                                           : meets(bound.compare, value.toDouble(), bound.real);
+    if (!is_ok) fail(line, c10::str("refuses its own default ", value));
+  }
+
   static Kind kind_of(const std::string& type, bool optional) {
     // In the order of Kind.
     static constexpr const char* kTypes[] = {"Tensor", "int",   "float",   "bool",
@@ -203,6 +220,9 @@ class Prover {
       op.schema.arguments.push_back(argument_of(op.schema, argument));
     for (const c10::Argument& result : op.parsed.returns())
       op.schema.results.push_back(argument_of(op.schema, result));
+    if (op.parsed.is_vararg() || op.parsed.is_varret() || !op.parsed.overload_name().empty())
+      fail(op, "expected a name without a point, and no `...`");
+    if (op.schema.results.empty()) fail(op, "expected a result");
     const std::string& name = op.schema.name;
     op.is_composition = std::find(composed.begin(), composed.end(), name) != composed.end();
     op.argument.fill(-1);
@@ -226,6 +246,8 @@ class Prover {
       op.argument[line] = int(i);
       op.lines.push_back(line);
       check_clauses(op, text_.lines[line], argument);
+      if (argument.has_default)
+        check_default(text_.lines[line], argument, *op.parsed.arguments()[i].default_value());
       if (argument.kind == Kind::kInt) text_.lines[line].size = text_.size(argument.name);
     }
     ops_.push_back(std::move(op));
@@ -499,16 +521,28 @@ inline Binding bind(const Text& text, const Signature& op, const KernelEntry& ke
 
 // Return whether an operator without kernels can use those of another one: its results are the
 // first ones of that, and each of its arguments is one of that. That may have more, if these are
-// optional tensors or have defaults.
-inline bool may_use_kernels_of(const Signature& op, const Signature& other) {
+// optional tensors or have defaults. Its output_mask allows for results that are not computed.
+inline bool may_use_kernels_of(const Text& text, const Signature& op, const Signature& other) {
   if (op.result_lines.empty() || other.result_lines.size() < op.result_lines.size()) return false;
   if (!std::equal(op.result_lines.begin(), op.result_lines.end(), other.result_lines.begin()))
     return false;
+  const bool computes_all = op.mask < 0 && op.result_lines.size() == other.result_lines.size();
+  if (!computes_all && other.mask < 0) return false;
+  uint32_t sizes = 0;  // that the tensors of `op` have
+  for (const int i : op.tensors)
+    for (const Shape& shape : text.lines[i].shapes) sizes |= sizes_of(shape);
   for (int i = 0; i < int(op.argument.size()); ++i) {
     if (op.has(i) && !other.has(i)) return false;
-    if (op.has(i) || !other.has(i)) continue;
+    if (!other.has(i)) continue;
     const Argument& more = other.at_line(i);
+    if (op.has(i)) {
+      if (op.at_line(i).optional && !more.optional) return false;
+      continue;
+    }
     if (!more.has_default && !(more.kind == Kind::kTensor && more.optional)) return false;
+    // A default may be another number than the tensors' size.
+    const int size = more.kind == Kind::kInt ? text.size(more.name) : -1;
+    if (size >= 0 && sizes >> size & 1) return false;
   }
   return true;
 }

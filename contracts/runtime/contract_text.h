@@ -335,8 +335,10 @@ class Reader {
 
   int64_t integer_in(const std::string& digits) const {
     int64_t number = 0;
-    if (std::from_chars(digits.data(), digits.data() + digits.size(), number).ec != std::errc())
-      fail("a number is too large");
+    const char* const end = digits.data() + digits.size();
+    const auto [read, error] = std::from_chars(digits.data(), end, number);
+    if (error != std::errc()) fail("a number is too large");
+    if (read != end) fail("expected an integer");  // such as 2.5
     return number;
   }
 

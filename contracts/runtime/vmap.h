@@ -70,7 +70,7 @@ struct Joined {
         given(given),
         items(items),
         first(first_of(given)),
-        item(op, first.data(), /*with_check=*/false) {}
+        item(op, first.data()) {}
 
   static std::vector<IValue> first_of(const Call& given) {
     std::vector<IValue> arguments = given.arguments;
@@ -89,11 +89,22 @@ struct Joined {
     return -1;
   }
 
+  // Return whether a shape or entries of a tensor have a joined size.
+  bool has_joined_size(const Line& line) const {
+    uint32_t sizes = contract::sizes_of(line.entries.below);
+    for (const Shape& shape : line.shapes) sizes |= contract::sizes_of(shape);
+    for (size_t size = 0; size < text.sizes.size(); ++size)
+      if (sizes >> size & 1 && is_joined(int(size))) return true;
+    return false;
+  }
+
   // Return x [items, ...] with its items joined along the joined dimension, or nothing if they
   // cannot be joined.
   std::optional<Tensor> join(const Tensor& x, const Line& line) const {
     const int d = dimension(line);
     if (d < 0) {
+      // Its shape or its entries are those of one item, such as [N + M].
+      if (has_joined_size(line)) return {};
       // The tensor must serve all items. vmap() expands such a tensor, so that its stride along the
       // items is 0.
       if (items.maybe_as_int() != 1 && x.sym_stride(0).maybe_as_int() != 0) return {};

@@ -298,6 +298,31 @@ void total(View<const double, 7> x, View<double, 0> sum) {
 }
 const Kernel kTotalOfSevenCpu("total", total);
 
+// Arguments that vmap cannot join: they have the size or the rows of one item. A Check allows
+// sizes from 2 on.
+const calcops::Check kMarkedChecks[] = {{"marked", [](Value* arguments, Value*) {
+                                           const Value& x = arguments[0];
+                                           if (!x.size(0).expect_at_least(2))
+                                             refuse("contracts::marked", "x", "of two rows", x);
+                                         }}};
+const Contract kMarked(R"(
+marked(Tensor x, Tensor index, Tensor? offset=None) -> Tensor y
+  x, plus the first numbers of offset, with 9 at the rows of index.
+x       [N]; float64.
+index   [M]; int64; entries 0 <= i < N at row.
+offset  [N + P]; like x.
+y       [N]; like x.
+vmap    joins N
+)",
+                       kMarkedChecks);
+
+void marked(View<const double, 1> x, View<const int64_t, 1> index, View<const double, 1> offset,
+            View<double, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = x(i) + (offset ? offset(i) : 0);
+  for (int64_t i = 0; i < index.shape[0]; ++i) y(index(i)) = 9;
+}
+const Kernel kMarkedCpu("marked", marked);
+
 // Two shapes with different numbers of elements.
 const Contract kUnequal(R"(
 unequal(Tensor x) -> Tensor y

@@ -38,6 +38,7 @@ const std::map<std::string, KernelEntry> kKernels = {
     {"with_choice", cpu<In, Choice, Out>()},
     {"with_list", cpu<In, List<int64_t>, Out>()},
     {"with_view", cpu<In, In, Out>()},
+    {"two_results", cpu<In, Out, Out>()},
     {"of_matrix", cpu<View<const double, 2>, Out>()},
     {"writes_argument", cpu<Out, Out>()},
     {"reads_result", cpu<In, In>()},
@@ -67,9 +68,20 @@ void prove(std::istringstream text) {
   }
   const contract::Proved proved =
       contract::Prover(contract::Reader(contract).read(), composed).proved();
+  std::vector<const contract::Signature*> owners;
   for (const contract::Signature& op : proved.operators)
     for (const auto& [name, kernel] : kernels)
-      if (op.schema.name == name) contract::bind(proved.text, op, kKernels.at(kernel));
+      if (op.schema.name == name) {
+        contract::bind(proved.text, op, kKernels.at(kernel));
+        owners.push_back(&op);
+      }
+  for (const contract::Signature& op : proved.operators) {
+    const bool has_kernels = std::any_of(owners.begin(), owners.end(), [&](const auto* owner) {
+      return owner == &op || contract::may_use_kernels_of(proved.text, op, *owner);
+    });
+    if (!owners.empty() && !has_kernels)
+      throw contract::Mistake(op.schema.number, "no kernel of " + op.schema.name);
+  }
 }
 
 std::string answer(std::string text) {

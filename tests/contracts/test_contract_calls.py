@@ -204,6 +204,20 @@ def test_limits_of_a_joined_size_are_those_of_one_item(mine):
         vmap(mine.next_row)(*[torch.zeros(3, 201, dtype=torch.int32)] * 2)
 
 
+@pytest.mark.parametrize("offset", [None, torch.arange(7.0, **float64)])
+@pytest.mark.parametrize("rows", [[], [1]])
+def test_vmap_calls_once_an_item_where_an_argument_is_that_of_one_item(mine, rows, offset):
+    x, index = torch.randn(3, 2, **float64), torch.tensor(rows, dtype=torch.int64)
+    expected = torch.stack([mine.marked(item, index, offset) for item in x])
+    assert torch.equal(vmap(lambda x: mine.marked(x, index, offset))(x), expected)
+
+
+def test_a_check_of_a_joined_operator_refuses_one_item(mine):
+    index = torch.tensor([0])
+    with pytest.raises(RuntimeError, match=r"marked: expected `x` of two rows, got Double \[1\]"):
+        vmap(mine.marked, (0, None))(torch.zeros(3, 1, **float64), index)
+
+
 def test_a_compiled_call_selects_the_shape_that_an_eager_call_selects(mine):
     """After two calls, the last two sizes are symbols and the first one is 4."""
 

@@ -133,6 +133,18 @@ WRONG = OPTIONAL | {
         "got `where` in `0 where absent`",
     ),
     "an exponent without digits": (contract(n="float t", t="> 1e-."), "got `e` in `> 1e-`"),
+    "a point in a size": (contract("[N, 2.5]; float64."), "expected an integer in `[N, 2.5]`"),
+    "a point in a power": (contract(n="float t", t="< 2^2.5."), "expected an integer"),
+    "two points in a number": (contract(n="float t", t="> 1.2.3."), "expected an integer"),
+    "a default outside the bounds": (contract(n="int k=7", k="0 to 5."), "its own default 7"),
+    "a default at an open bound": (contract(n="float t=0.0", t="> 0."), "its own default 0"),
+    "a default that is no choice": (
+        contract(n='str s="c"', s='"a" or "b".'),
+        "refuses its own default",
+    ),
+    "an overload": (COPY.replace("f(", "f.a("), "expected a name without a point"),
+    "any number of arguments": (contract(n="..."), "and no `...`"),
+    "no result": ("f(Tensor x) -> ()\nx  [N]; float64.", "expected a result"),
     "a float that is too large": (contract(n="float t", t="< 1e999."), "got `e999`"),
     "a power of ten in the form of floats for an integer": (
         contract(n="int k", k="0 to 1e6."),
@@ -489,6 +501,15 @@ def kernel(name, contract=COPY, op="f", more=""):
 
 
 RIGHT_KERNELS = {
+    "kernels of another operator": kernel(
+        "with_int",
+        tensors(
+            "f(Tensor x, int k=1) -> Tensor y\ng(Tensor x) -> Tensor y",
+            x="[N]; float64.",
+            k=">= 0.",
+            y="[N]; like x.",
+        ),
+    ),
     "a copy": kernel("copy"),
     "a string": kernel("with_string", contract(n="str s", s='"a" or "b".')),
     "an enumeration": kernel("with_choice", contract(n="str s", s='"a" or "b".')),
@@ -498,6 +519,11 @@ RIGHT_KERNELS = {
 }
 
 WRONG_KERNELS = {
+    # g has no kernels, and cannot use those of f
+    "a tensor that the other kernels need": (kernel("with_view", tensors("f(Tensor x, Tensor k) -> Tensor y\ng(Tensor x, Tensor? k) -> Tensor y", x="[N]; float64.", k="[N]; like x.", y="[N]; like x.")), "no kernel of g"),
+    "a mask that the other kernels lack": (kernel("copy", COPY.replace("\n", "\ng(Tensor x, bool[1] output_mask) -> Tensor y\n", 1)), "no kernel of g"),
+    "fewer results than those of kernels without a mask": (kernel("two_results", tensors("f(Tensor x) -> (Tensor y, Tensor z)\ng(Tensor x) -> Tensor y", x="[N]; float64.", y="[N]; like x.", z="[N]; like x.")), "no kernel of g"),
+    "a default beside the size of a tensor": (kernel("with_int", tensors("f(Tensor x, int N=3) -> Tensor y\ng(Tensor x) -> Tensor y", x="[N]; float64.", N=">= 0.", y="[N]; like x.")), "no kernel of g"),
     "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for `k`, got double"),
     "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for `k`, got int64_t"),
     "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected const char* for `k`, got bool"),
