@@ -92,9 +92,13 @@ def _tried(request: Request, product: str, log: str) -> dict[str, str]:
     def load() -> dict[str, str]:
         return Registration(request, product).described()
 
+    def load_in_child() -> dict[str, str]:
+        torch.set_num_threads(1)  # the parent's OpenMP threads do not exist in a child
+        return load()
+
     if torch.cuda.is_initialized():  # a child cannot use its parent's CUDA
         return load()
-    with Child(load, log) as child:
+    with Child(load_in_child, log) as child:
         try:
             return child.result()
         except Ended as end:
@@ -135,13 +139,16 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
                 archive = _runtime(request, folder)
                 shutil.copyfile(archive.path, f"{folder}/runtime.a")  # `clean` may remove it
             product, inputs = _compile(request, folder, f"{folder}/runtime.a" if archive else "")
-            with contextlib.suppress(Changed):
+            try:
                 inputs.check(request)  # no file was saved meanwhile
                 return product, inputs.merged(archive.inputs) if archive else inputs
+            except Changed as change:
+                evidence = str(change)
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error)) from None
     what = f"cannot build {request.name}: its sources changed again and again meanwhile"
-    raise report(what, [], "wait until nothing writes to them")
+    fix = "wait until nothing writes to them, and use letters and digits in their paths"
+    raise report(what, [evidence], fix)
 
 
 def _folder(request: Request, slot: str) -> str:

@@ -110,6 +110,7 @@ def _run(function: Callable, there: Connection, log: str, parent: int) -> NoRetu
         os.setpgid(0, 0)  # Ctrl-C interrupts only the parent
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)  # asyncio's, by which the program would see this child's signals
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         if os.getppid() != parent:  # it has ended already
             os._exit(0)

@@ -260,5 +260,7 @@ def linked(folder: str) -> set[str]:
     """Return the files that the linker read."""
     with contextlib.suppress(OSError), open(f"{folder}/link.d", errors="replace") as file:
         names = re.findall(r"^ +(/.+?)(?: \\)?$", file.read(), re.MULTILINE)
-        return {name.replace("\\ ", " ") for name in names}  # lld escapes spaces
+        paths = {name.replace("\\ ", " ") for name in names}  # lld escapes spaces
+        # Link-time optimisation links temporary files, which are gone.
+        return set(filter(os.path.exists, paths))
     return set()

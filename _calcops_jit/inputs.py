@@ -128,11 +128,9 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     headers = {path for path in read if has_version(path, request) and path.startswith(TORCH)}
     states = {path: state_of(path) for path in read if not has_version(path, request)}
     for path, now in states.items():
-        # Link-time optimisation links temporary files, which are gone.
-        is_changed = now and _is_younger(path, start_ns)
-        if path in before:
-            is_changed = before[path] != now
-        if is_changed:
+        is_changed = before[path] != now if path in before else _is_younger(path, start_ns)
+        # ninja names a header wrongly if its path has a character such as `&`.
+        if is_changed or not os.path.exists(path):
             states[path] = "changed"
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import inspect
 import os
@@ -112,14 +113,13 @@ def _load(library: Library, wanted: Request, build: bool) -> bool:
             from .build import built
 
             generation = built(wanted, reasons)
-        if generation is None:
-            return False
-        library._exchange(wanted, generation)
-    except FileNotFoundError:  # another process has emptied the cache
-        return False
+        if generation:
+            with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
+                library._exchange(wanted, generation)
+                return True
     except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
         raise interrupt.with_traceback(None) from None
-    return True
+    return False
 
 
 def _take_from_wheel(library: Library, wanted: Request) -> bool:
@@ -256,7 +256,8 @@ def _handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket
         if not short.startswith("_") and short not in packets:
             packets[short] = _packet(name)
             packets[short].__doc__ = text
-            packets[short].__signature__ = _signature(packets[short])
+            with contextlib.suppress(ValueError):  # a name such as `lambda` is a Python keyword
+                packets[short].__signature__ = _signature(packets[short])
     return packets
 
 

@@ -184,6 +184,15 @@ def test_the_cache_folder_follows_the_variables_and_the_home_folder(checkout, tm
     assert folder(CALCOPS_CACHE="~/here") == f"{tmp_path}/here"
 
 
+def test_a_relative_cache_in_a_folder_that_is_gone_is_an_error(checkout, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    script = f"import os, signal; signal.alarm(20); os.rmdir({str(folder)!r}); import calcops_jit"
+    child = checkout.run(script, cwd=folder, CALCOPS_CACHE="relative")
+    assert child.code == 1
+    assert "FileNotFoundError" in child.err
+
+
 # ---- other users ---------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from checkout import ANSWER
+from checkout import ANSWER, is_message
 
 
 @pytest.mark.parametrize("folder", ["x86_64-linux-gnu/include", "lib/gcc/include"])
@@ -13,6 +13,15 @@ def test_a_project_folder_named_like_one_of_the_compiler_is_an_input(checkout, f
     for value in 1, 2:
         checkout.put(f"{folder}/value.h", f"#define VALUE {value}\n")
         assert checkout.loaded(**options) == value
+
+
+def test_a_header_whose_path_ninja_cannot_read_is_an_error(checkout):
+    checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    checkout.put("a&b/value.h", "#define VALUE 1\n")
+    options = {"extra_include_paths": ["a&b"]}
+    error = checkout.load(**options).err.partition("BuildError: ")[2]
+    assert is_message(error)
+    assert f"{checkout.project}/a is gone" in error
 
 
 @pytest.mark.parametrize("linker", ["bfd", "gold", "lld"])

@@ -285,6 +285,27 @@ def test_a_signal_ends_an_initialiser_that_does_not_end(checkout, number):
             os.kill(pid, signal.SIGKILL)
 
 
+FAIL_IN_ASYNCIO = """
+import asyncio, calcops_jit, signal
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print, "SIGTERM")
+    try:
+        calcops_jit.load("mine", "mine.cpp")
+    except calcops_jit.BuildError:
+        print("failed")
+    await asyncio.sleep(0.2)
+asyncio.run(main())
+"""
+
+
+def test_the_signal_that_ends_a_child_reaches_no_handler_of_asyncio(checkout):
+    """The runtime is still compiled when the source has failed."""
+    checkout.put("mine.cpp", "int wrong(;")
+    slow = checkout.hook('case "$*" in *" -c "*/contracts/runtime/*) sleep 3;; esac')
+    variables = {"CALCOPS_BUILD": "0", "MAX_JOBS": "2"} | slow
+    assert checkout.run(FAIL_IN_ASYNCIO, cwd=checkout.project, **variables).out == "failed\n"
+
+
 def test_an_interpreter_that_ends_while_a_thread_builds_ends_without_an_error(checkout):
     assert checkout.answer() == 1
     checkout.compiled()

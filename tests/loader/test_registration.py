@@ -61,6 +61,15 @@ assert copy.copy(add) is add
     assert "contracts/runtime" not in checkout.log.read_text()  # compiled once for all libraries
 
 
+def test_an_argument_may_have_the_name_of_a_python_keyword(checkout):
+    source = """#include <torch/library.h>
+TORCH_LIBRARY(keyword, m) { m.def("scaled(Tensor x, float lambda) -> Tensor"); }
+"""
+    checkout.put("keyword.cpp", source)
+    script = "print(load('keyword', 'keyword.cpp').scaled.__doc__)"
+    assert output(checkout, script) == ["keyword::scaled(Tensor x, float lambda) -> Tensor"]
+
+
 def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
     checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
     script = """
@@ -226,6 +235,30 @@ print(error_of(calcops_jit.reload), same(torch.ones(1)).item())
 
 
 # ---- static initialisers -------------------------------------------------------------------------
+
+
+PARALLEL = """
+static int count() {
+  int n = 0;
+#pragma omp parallel for reduction(+ : n)
+  for (int i = 0; i < 1000; ++i) ++n;
+  return n;
+}
+static const int n = count();
+"""
+
+
+def test_an_initialiser_may_use_openmp_after_the_program_has_used_it(checkout):
+    checkout.put("many.cpp", PARALLEL + ANSWER.format("return n;"))
+    script = """
+import signal
+signal.alarm(30)
+torch.set_num_threads(2)
+torch.rand(1_000_000).sin()
+many = calcops_jit.load("many", "many.cpp", "-fopenmp", extra_ldflags="-fopenmp")
+print(ctypes.CDLL(many.path).answer())
+"""
+    assert output(checkout, script) == ["1000"]
 
 
 def test_an_initialiser_that_ends_the_process_is_refused_and_the_old_library_stays(checkout):
