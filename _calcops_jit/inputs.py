@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import os
 import re
@@ -129,8 +130,7 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     states = {path: state_of(path) for path in read if not has_version(path, request)}
     for path, now in states.items():
         is_changed = before[path] != now if path in before else _is_younger(path, start_ns)
-        # ninja names a header wrongly if its path has a character such as `&`.
-        if is_changed or not os.path.exists(path):
+        if is_changed or _is_cut(path):
             states[path] = "changed"
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
@@ -160,6 +160,11 @@ def _is_younger(path: str, start_ns: int) -> bool:
         return os.stat(path).st_ctime_ns >= start_ns
     except OSError:
         return True
+
+
+def _is_cut(path: str) -> bool:
+    """Return True if ninja has read a header's path only up to a character such as `&`."""
+    return not os.path.exists(path) and bool(glob.glob(f"{glob.escape(path)}?*"))
 
 
 def has_version(path: str, request) -> bool:

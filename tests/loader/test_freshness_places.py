@@ -24,6 +24,15 @@ def test_a_header_whose_path_ninja_cannot_read_is_an_error(checkout):
     assert f"{checkout.project}/a is gone" in error
 
 
+def test_a_header_behind_a_link_and_two_points_builds(checkout):
+    """ninja removes `link/..` from the path, which then names no file."""
+    checkout.put("mine.cpp", '#include "link/../value.h"\n' + ANSWER.format("return VALUE;"))
+    checkout.put("real/value.h", "#define VALUE 1\n")
+    checkout.put("real/inner/other.h", "")
+    (checkout.project / "link").symlink_to("real/inner")
+    assert checkout.loaded() == 1
+
+
 @pytest.mark.parametrize("linker", ["bfd", "gold", "lld"])
 def test_a_rebuilt_archive_in_a_folder_with_a_space_is_linked_by_any_linker(checkout, linker):
     if not shutil.which(f"ld.{linker}"):
