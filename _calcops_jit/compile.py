@@ -87,7 +87,10 @@ def _import_cpp_extension() -> ModuleType:
 
 
 def _write_compiler(request: Request, folder: str, archive: str) -> str:
-    """Write the script for CXX. Return its path."""
+    """Write the script for CXX. Return its path from `folder`, in which ninja runs.
+
+    PyTorch 2.10 does not quote the path, and that of `folder` may contain a space.
+    """
     script = f"{folder}/c++"
     first = "" if archive else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
@@ -95,7 +98,7 @@ def _write_compiler(request: Request, folder: str, archive: str) -> str:
     text = _COMPILER.format(command=shlex.join(request.compiler), first=first, unwanted=unwanted)
     write_whole(script, os.fsencode(text))
     os.chmod(script, 0o755)
-    return script
+    return "./c++"
 
 
 def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:

@@ -23,8 +23,8 @@ namespace calcops {
 // Refuse a call with more directions than `most`. A gradient for d counts as a direction.
 inline void expect_order(const char* name, int64_t directions, int64_t most) {
   if (directions > most)
-    throw std::invalid_argument(
-        std::string(name) + ": expected derivatives in `d` up to third order, got a higher one");
+    throw std::runtime_error(std::string(name) +
+                             ": expected derivatives in `d` up to third order, got a higher one");
 }
 
 // The directions [n, K, D, 3] of a call; D = 0 where the call has none.

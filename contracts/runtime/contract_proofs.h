@@ -211,6 +211,8 @@ class Prover {
       return torch::schema(schema.text.c_str());
     } catch (const c10::Error& error) {
       fail(schema.number, error.what_without_backtrace());
+    } catch (const std::exception& error) {  // PyTorch 2.10's parser has an error of its own
+      fail(schema.number, error.what());
     }
   }
 
@@ -319,7 +321,7 @@ class Prover {
         op.numbers.push_back(int(i));
       if (kind == Kind::kString && !line.choices.empty()) op.strings.push_back(int(i));
     }
-    // The sizes of tensors that are always given are set first, those of optional ones then.
+    // The sizes of tensors that are always given are set first, then those of optional ones.
     for (const bool optional : {false, true})
       for (size_t i = 0; i < text_.lines.size(); ++i) {
         const Line& line = text_.lines[i];

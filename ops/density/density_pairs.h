@@ -265,9 +265,9 @@ Call<Real>::Call(const DensityInputs<Real, Index>& in)
   for (int64_t k = 0; k < kinds; ++k) {
     const double first = in.grid[2 * k], last = in.grid[2 * k + 1];
     if (!(first >= 0 && last > first && last < INFINITY))
-      throw std::invalid_argument("calcops::density: expected `grid` 0 <= first < last, got " +
-                                  std::to_string(first) + " and " + std::to_string(last) +
-                                  " of kind " + std::to_string(k));
+      throw std::runtime_error("calcops::density: expected `grid` 0 <= first < last, got " +
+                               std::to_string(first) + " and " + std::to_string(last) +
+                               " of kind " + std::to_string(k));
     square_of_cutoff.get()[k + 1] = last * last;
     begin.get()[k] = first;
     cells_per_unit.get()[k] = cells / (last - first);
