@@ -23,14 +23,15 @@ using FactorSet = uint32_t;
 constexpr int kUpstreams = 3;
 constexpr FactorSet kAllUpstreams = 7, kVirials = 6;
 
-// Where an operator has its arguments; -1: nowhere.
+// Where an operator has its arguments, or -1 for those that it lacks. Its results are the gradients
+// of L for `results` factors, of which `first_result` is the first.
 template <int factors, int others>
 struct Places {
   int factor[factors];
   int other[others];  // the arguments that are no factors
   int mask;
-  int results,
-      first_result;  // its results are the gradients for the factors from `first_result` on
+  int results;
+  int first_result;
 };
 
 // Add the derivatives of L along `direction` to `sums`, for the factors `wanted`. Operators has
