@@ -204,10 +204,11 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
         product = compile_and_link(request, folder, archive)
     except Exception as error:  # torch refuses a GPU architecture, for example
         failure = str(error)
-    for target, files in dependencies(request, folder).items():
+    for target, files in dependencies(folder).items():
         # Also of an object with the same bytes: its headers may have been read in other places.
         objects[target] = [state_of(f"{folder}/{target}"), files]
-    read = {f"{SHADOW}/hidden.map", *linked(folder)}.union(*(read for _, read in objects.values()))
+    objects["link.d"] = ["", [f"{SHADOW}/hidden.map", *linked(folder)]]
+    read = set().union(*(files for _, files in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
     read = {path for path in read if not path.startswith(f"{folder}/")}
     inputs = record(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
@@ -237,7 +238,10 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
         last = Inputs(**fields["inputs"])
         last.check_others(request)
         changed.update(last.changed_files(request))
-        if not changed & paths_in_flags(request, with_linker=False):
+        read = set().union(*(files for _, files in fields["objects"].values()))
+        # Else each object may be another one: a response file has changed, or a header that
+        # __has_include tests is gone.
+        if changed <= read and all(map(os.path.isfile, changed)):
             states = {request.unfold(path): state for path, state in last.files.items()}
             states |= {path: state_of(path) for path in changed}
             objects = fields["objects"]

@@ -6,6 +6,7 @@ It happens in a child process (child.py), because it needs other environment var
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import shlex
@@ -25,14 +26,16 @@ _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
 ORIGIN = "$ORIGIN/../../../.."
 # torch asks compilers for the headers outside of system folders (-MMD). -isystem makes a folder one
-# of these, and its headers may be edited, too. The script also lets CXX be several words.
+# of these, and its headers may be edited, too. ninja would read the list of an object's headers and
+# remove it, but it shortens `link/../header.h`. The script also lets CXX be several words.
 _COMPILER = """\
 #!/bin/sh
 {first}
 for word do
   shift
   case "$word" in
-    -MMD) word=-MD;;{unwanted}
+    -MMD) word=-MD;;
+    *.o.d) word=${{word%.o.d}}.d;;{unwanted}
   esac
   set -- "$@" "$word"
 done
@@ -86,26 +89,26 @@ def _import_cpp_extension() -> ModuleType:
     return cpp_extension
 
 
-def _write_compiler(request: Request, folder: str, archive: str) -> str:
-    """Write the script for CXX. Return its path from `folder`, in which ninja runs.
+def _write_compiler(folder: str, name: str, command: list[str], first="", unwanted="") -> str:
+    """Write a script that runs a compiler. Return its path from `folder`, in which ninja runs.
 
     PyTorch 2.10 does not quote the path, and that of `folder` may contain a space.
     """
-    script = f"{folder}/c++"
-    first = "" if archive else _COMPILE_ONLY
-    # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
-    unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
-    text = _COMPILER.format(command=shlex.join(request.compiler), first=first, unwanted=unwanted)
+    script = f"{folder}/{name}"
+    text = _COMPILER.format(command=shlex.join(command), first=first, unwanted=unwanted)
     write_whole(script, os.fsencode(text))
     os.chmod(script, 0o755)
-    return "./c++"
+    return f"./{name}"
 
 
 def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
     """Return environment variables for torch and the compilers."""
     path = request.environment.get("PATH", os.defpath)
+    first = "" if archive else _COMPILE_ONLY
+    # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
+    unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     variables = {
-        "CXX": _write_compiler(request, folder, archive),
+        "CXX": _write_compiler(folder, "c++", request.compiler, first, unwanted),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
         "MAX_JOBS": str(jobs(request)),
         "LC_ALL": "C.UTF-8",  # messages.py knows the English messages
@@ -120,7 +123,8 @@ def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
         variables["CUDA_HOME"] = request.cuda.home
         variables["TORCH_CUDA_ARCH_LIST"] = cuda.arch_list(request.cuda)
         # torch would take another nvcc, and record no headers.
-        variables["PYTORCH_NVCC"] = _quoted(f"{request.cuda.home}/bin/nvcc")
+        nvcc = [f"{request.cuda.home}/bin/nvcc"]
+        variables["PYTORCH_NVCC"] = _write_compiler(folder, "nvcc", nvcc)
         variables["TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES"] = "0"
         variables["CUDA_INC_PATH"] = cuda.headers(request.cuda.home)
         host = words_of("CC")
@@ -246,16 +250,16 @@ def jobs(request: Request) -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), by_memory)))
 
 
-def dependencies(request: Request, folder: str) -> dict[str, list[str]]:
+def dependencies(folder: str) -> dict[str, list[str]]:
     """Return {object: the files that were read for it} of the objects in a folder of builds."""
-    command = [find_ninja(request), "-t", "deps"]
-    output = subprocess.run(command, cwd=folder, capture_output=True).stdout
     found = {}
-    for block in os.fsdecode(output).split("\n\n"):
-        first, *files = block.strip("\n").split("\n")
-        target = first.partition(": #deps")[0]
-        if target and os.path.exists(f"{folder}/{target}"):
-            found[target] = [os.path.join(folder, file[4:]) for file in files]
+    for path in glob.glob(f"{glob.escape(folder)}/*.o"):
+        # The compiler writes a rule for make: "main.o: /a/main.cpp /a/with\\ space.h".
+        with open(f"{path[:-2]}.d", "rb") as file:
+            rule = os.fsdecode(file.read()).replace("\\\n", " ")
+        names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2])
+        names = [re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$") for name in names]
+        found[os.path.basename(path)] = [os.path.join(folder, name) for name in names]
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import hashlib
 import os
 import re
@@ -130,7 +129,7 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     states = {path: state_of(path) for path in read if not has_version(path, request)}
     for path, now in states.items():
         is_changed = before[path] != now if path in before else _is_younger(path, start_ns)
-        if is_changed or _is_cut(path):
+        if is_changed:
             states[path] = "changed"
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
@@ -162,15 +161,11 @@ def _is_younger(path: str, start_ns: int) -> bool:
         return True
 
 
-def _is_cut(path: str) -> bool:
-    """Return True if ninja has read a header's path only up to a character such as `&`."""
-    return not os.path.exists(path) and bool(glob.glob(f"{glob.escape(path)}?*"))
-
-
 def has_version(path: str, request) -> bool:
     """Return True if a file comes with PyTorch, Python, CUDA, the compiler or the system."""
     if request.fold(path) != path:
         return False
+    path = os.path.normpath(path)  # clang: /usr/bin/../include/c++
     home = request.cuda.home
     is_of_cuda = bool(home) and path.startswith((f"{home}/", f"{os.path.realpath(home)}/"))
     if is_of_cuda or path.startswith(_versioned()) or re.fullmatch(_OF_SYSTEM, path):

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from checkout import ANSWER, is_message
+from checkout import ANSWER
 
 
 @pytest.mark.parametrize("folder", ["x86_64-linux-gnu/include", "lib/gcc/include"])
@@ -15,22 +15,35 @@ def test_a_project_folder_named_like_one_of_the_compiler_is_an_input(checkout, f
         assert checkout.loaded(**options) == value
 
 
-def test_a_header_whose_path_ninja_cannot_read_is_an_error(checkout):
+def test_a_header_whose_path_ninja_cannot_read_is_an_input(checkout):
     checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
-    checkout.put("a&b/value.h", "#define VALUE 1\n")
-    options = {"extra_include_paths": ["a&b"]}
-    error = checkout.load(**options).err.partition("BuildError: ")[2]
-    assert is_message(error)
-    assert f"{checkout.project}/a is gone" in error
+    for value in 1, 2:
+        checkout.put("a&b#c d/value.h", f"#define VALUE {value}\n")
+        assert checkout.loaded(extra_include_paths=["a&b#c d"]) == value
 
 
-def test_a_header_behind_a_link_and_two_points_builds(checkout):
+def test_a_header_behind_a_link_and_two_points_is_an_input(checkout):
     """ninja removes `link/..` from the path, which then names no file."""
     checkout.put("mine.cpp", '#include "link/../value.h"\n' + ANSWER.format("return VALUE;"))
-    checkout.put("real/value.h", "#define VALUE 1\n")
     checkout.put("real/inner/other.h", "")
     (checkout.project / "link").symlink_to("real/inner")
-    assert checkout.loaded() == 1
+    for value in 1, 2:
+        checkout.put("real/value.h", f"#define VALUE {value}\n")
+        assert checkout.loaded() == value
+
+
+@pytest.mark.parametrize("other", ["", '#include "tested.h"\n'])
+def test_a_header_that_is_tested_and_goes_changes_each_source(checkout, other):
+    test = '#if __has_include("tested.h")\n#define VALUE 1\n#else\n#define VALUE 2\n#endif\n'
+    checkout.put("mine.cpp", test + ANSWER.format("return VALUE;"))
+    checkout.put(
+        "other.cpp", test.replace("#define VALUE 1", other) + "int other() { return 1; }\n"
+    )
+    header = checkout.put("tested.h", "")
+    options = {"sources": ["mine.cpp", "other.cpp"]}
+    assert checkout.loaded(**options) == 1
+    header.unlink()
+    assert checkout.loaded(**options) == 2
 
 
 @pytest.mark.parametrize("linker", ["bfd", "gold", "lld"])
