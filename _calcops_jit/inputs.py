@@ -196,6 +196,10 @@ def paths_in_flags(request, with_linker: bool = True) -> set[str]:
     if with_linker:
         words += request.ldflags
     words = shlex.split(" ".join(words))
+    for word in words.copy():
+        if word.startswith("@"):  # a file with more flags
+            with contextlib.suppress(OSError, ValueError), open(word[1:]) as file:
+                words += shlex.split(file.read())
     pieces = [*words, *",".join(words).split(",")]
     return {piece[piece.find("/") :].rstrip("/") for piece in pieces if "/" in piece}
 

@@ -46,6 +46,16 @@ def test_a_header_that_is_tested_and_goes_changes_each_source(checkout, other):
     assert checkout.loaded(**options) == 2
 
 
+def test_a_header_that_appears_in_a_folder_of_a_response_file_is_an_input(checkout):
+    checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    checkout.put("early/other.h", "")
+    checkout.put("late/value.h", "#define VALUE 1\n")
+    flags = checkout.put("flags", "-Iearly -Ilate\n".replace("-I", f"-I{checkout.project}/"))
+    assert checkout.loaded(extra_cflags=[f"@{flags}"]) == 1
+    checkout.put("early/value.h", "#define VALUE 2\n")
+    assert checkout.loaded(extra_cflags=[f"@{flags}"]) == 2
+
+
 @pytest.mark.parametrize("linker", ["bfd", "gold", "lld"])
 def test_a_rebuilt_archive_in_a_folder_with_a_space_is_linked_by_any_linker(checkout, linker):
     if not shutil.which(f"ld.{linker}"):
