@@ -21,7 +21,7 @@ environment_ubsan = $(preload) CALCOPS_CFLAGS='-fsanitize=undefined -fno-sanitiz
 environment_x86-64 = CALCOPS_CFLAGS=-march=x86-64
 environment_avx2 = CALCOPS_CFLAGS=-march=x86-64-v3
 environment_neon = CALCOPS_CFLAGS=-mcpu=generic
-# There is one worker more than processors, because a third of the time tests wait. loadfile gives a worker whole files, so
+# One worker more than processors, because tests spend a third of their time waiting. loadfile gives a worker whole files, so
 # that the tests of a file share its fixtures. no-loadscope-reorder keeps the order of conftest.py, in which the slowest
 # files come first.
 workers := $(shell echo $$(( $$(nproc) + 1 )))
@@ -41,9 +41,9 @@ demo: .venv/.examples ## build the operators; run two examples
 check: lint .venv/.test ### after an edit: lint and the quick tests; only=force: of the files whose names contain it
 	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
-unknown = $(if $(config),$(if $(environment_$(config)),,$(error config=$(config): expected asan, ubsan, x86-64, avx2 or neon)))
-test: .venv/.test ### what a user relies on; prints the seconds of each folder; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built that way
-	$(unknown)$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
+check_config = $(if $(config),$(if $(environment_$(config)),,$(error config=$(config): expected asan, ubsan, x86-64, avx2 or neon)))
+test: .venv/.test ### what a user relies on, in some 6 minutes; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built so
+	$(check_config)$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
 test-all: .venv/.test ### also the tests marked `long`: combinations of cases, long examples, foreign programs
 	$(python) $(pytest)
@@ -55,7 +55,7 @@ test-arm: .venv/.test #### the CPU kernels on ARM, under emulation; needs g++-aa
 	$(python) -m pytest -s tests/operators/test_arm.py
 
 # This makes another environment and compiles every library again: some 5 GB and many minutes.
-test-oldest: .venv-oldest/.test ### the tests of the loader, of contracts and of operators with the oldest supported PyTorch, in .venv-oldest
+test-oldest: .venv-oldest/.test ### tests of loader, contracts and operators with the oldest supported PyTorch
 	.venv-oldest/bin/python $(pytest) -m "not long" tests/loader tests/contracts $(operator_tests)
 
 venv: .venv/.base ### create .venv; install again only after pyproject.toml changes
@@ -63,7 +63,7 @@ venv: .venv/.base ### create .venv; install again only after pyproject.toml chan
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
-wheel: .venv/.wheel $(torch:%=.venv-torch-%/.ready) ## dist/*.whl with the built operators, for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
+wheel: .venv/.wheel $(torch:%=.venv-torch-%/.ready) ## dist/*.whl for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
 	$(python) -m _calcops_jit.wheel dist $(torch:%=.venv-torch-%/bin/python)
 
 # If find_toolkit finds no nvcc, PyPI's wheels serve as the toolkit. Their release must be the one of torch.version.cuda.
@@ -83,19 +83,19 @@ format: .venv/.lint ### rewrite every file in the project's format
 	$(python) -m ruff format
 	.venv/bin/clang-format -i $(sources)
 
-docs: .venv/.base ### generate tables, stubs and the C++ header from the operators' schemas
+docs: .venv/.base ### after a change of a contract: generate tables, stubs and the C++ header
 	PYTHONPATH=. $(python) tests/generate_docs.py
 
 bench: .venv/.bench ### every benchmark that needs no other program
 	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
 
-gpu-check: ### all that needs a GPU: tests, compute-sanitizer, benchmarks; writes results.json; PYTHON=python3: without pip and .venv
+gpu-check: ### all that needs a GPU; writes results.json; PYTHON=python3: without pip and .venv
 	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py
 
 sanitize-gpu: $(if $(PYTHON),,.venv/.base) ### compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) bench/gpu_check.py sanitize
 
-examples: .venv/.test ### the tests of examples and packages
+test-examples: .venv/.test ### the tests of examples and packages
 	$(python) $(pytest) --durations=20 tests/examples tests/packages
 
 mindspore: .venv/.base build/mindspore/.installed #### call the operators from MindSpore
@@ -170,4 +170,4 @@ build/mindspore/.installed:
 	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
 	@touch $@
 
-.PHONY: help demo check test test-all test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu examples mindspore graph-potential mace train lammps clean
+.PHONY: help demo check test test-all test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu test-examples mindspore graph-potential mace train lammps clean
