@@ -104,13 +104,13 @@ mindspore: .venv/.base build/mindspore/.installed #### call the operators from M
 	build/mindspore/bin/python examples/mindspore_aot/run_force.py build/mindspore_aot
 
 lammps: .venv/.base #### a model as a pair style of LAMMPS, on two ranks
-	$(MAKE) -C examples/silicon
+	$(MAKE) -C examples/train_potential
 
 train: .venv/.examples ## train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
-	$(python) examples/silicon/make_frames.py silicon
-	$(python) -m calcops.train --settings examples/silicon/silicon.toml
-	$(python) examples/silicon/deploy.py
-	$(python) examples/silicon/step_time.py
+	$(python) examples/train_potential/make_frames.py silicon
+	$(python) -m calcops.train --settings examples/train_potential/silicon.toml
+	$(python) examples/train_potential/deploy.py
+	$(python) examples/train_potential/step_time.py
 
 clean: ## delete .venv and what was built in this folder; for the cache: python -m calcops_jit clean
 	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache

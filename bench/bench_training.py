@@ -5,7 +5,7 @@
         [--backends pt tf] [--keep NEW] [--compile]
 
 FOLDER has train.extxyz, held_out.extxyz and test.extxyz, which
-`python examples/silicon/make_frames.py silicon` writes; `silver-copper` are frames of
+`python examples/train_potential/make_frames.py silicon` writes; `silver-copper` are frames of
 several kinds. A step takes one frame of train.extxyz. The printed errors are those of test.extxyz,
 by each program's own code. DeePMD-kit gets the learning rates and the weights of the loss that its
 documentation recommends, and counts sel itself. Each of its systems has the frames of one formula.

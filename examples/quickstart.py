@@ -1,9 +1,5 @@
 """Silicon in a hundred lines: its energy in PyTorch, its forces and its stress from CalcOps.
 
-The energy has a term for each two neighbours of an atom. So the neighbours of an atom are a row of
-a padded list, and the operator is `force_virial`. For sums over edges, `edge_force_virial` is
-simpler.
-
 python examples/quickstart.py       # prints within seconds, and draws build/quickstart/silicon.png
 cohesive energy  -4.336600 eV/atom; -2 epsilon = -4.3366
 forces           off those of plain autograd by 2e-15 of up to 7.8 eV/A
@@ -88,8 +84,7 @@ if __name__ == "__main__":
     energy, _, virial = evaluate(lists[0].expand(61, -1, -1), Rij)
     volume = atoms.get_volume() * (1 + s) ** 3
     pressure = virial.diagonal(dim1=1, dim2=2).sum(1) / (3 * volume) / units.GPa
-    (dE,) = torch.autograd.grad(energy.sum(), s, retain_graph=True)
-    (dP,) = torch.autograd.grad(pressure.sum(), s)
+    dE, dP = (torch.autograd.grad(y.sum(), s, retain_graph=True)[0] for y in (energy, pressure))
     p = (-dE * (1 + s) / (3 * volume) / units.GPa).detach()  # -dE/dV
     a, P, B = kLattice * (1 + s.detach()), pressure.detach(), -dP[30] / 3
     print(f"cohesive energy  {energy[30] / len(atoms):.6f} eV/atom; -2 epsilon = -4.3366")

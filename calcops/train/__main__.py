@@ -32,9 +32,9 @@ from calcops.train import report
 from calcops.train.datasets import frames_of, is_lone_atom, read
 from calcops.train.deep_potential import DeepPotential
 from calcops.train.first_model import first_model, pairs_of
-from calcops.train.trained_nep import TrainedNep
+from calcops.train.loop import Run, identity_of, locked, option
+from calcops.train.nep_parameters import TrainedNep
 from calcops.train.trainer import Data, Trainer, kRates
-from calcops.train.training import Run, identity_of, locked, option
 from torch import distributed
 
 # The options of the model of a training without --start, by --model. Those that are None follow

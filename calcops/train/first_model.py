@@ -4,8 +4,8 @@ import torch
 from calcops.nep.nep_file import read
 from calcops.train.datasets import elements_of, frames_of
 from calcops.train.deep_potential import DeepPotential, load_npz
+from calcops.train.nep_parameters import TrainedNep, new_nep
 from calcops.train.pairs import Pairs
-from calcops.train.trained_nep import TrainedNep, new_nep
 from calcops.train.trainer import Data
 from calcops.train.weights import initial, standardise
 

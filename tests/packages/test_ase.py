@@ -328,7 +328,7 @@ def printed(tmp_path_factory):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     command = [
         sys.executable,
-        ROOT / "examples/silicon/properties.py",
+        ROOT / "examples/train_potential/properties.py",
         "--steps",
         "300",
         "--out",

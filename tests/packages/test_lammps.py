@@ -307,7 +307,7 @@ def test_scripts_and_models_that_cannot_run_are_refused_with_the_reason(
 
 def example(*arguments):
     command = [HOME / "bin" / "mpiexec", "-n", "2", HOME / "bin" / "lmp"]
-    command += ["-log", "none", "-in", ROOT / "examples/silicon/in.silicon"]
+    command += ["-log", "none", "-in", ROOT / "examples/train_potential/in.silicon"]
     environment = os.environ | {"LAMMPS_POTENTIALS": str(SHARE / "potentials")}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
 

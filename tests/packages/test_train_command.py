@@ -18,7 +18,7 @@ from ase.db import connect  # noqa: E402
 from ase.io import write  # noqa: E402
 from ase.stress import voigt_6_to_full_3x3_stress  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
-from calcops.train import training  # noqa: E402
+from calcops.train import loop  # noqa: E402
 from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
@@ -68,7 +68,7 @@ def alloys():
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path):
     """Work in a folder with frames.extxyz, and without packages, which take ten seconds."""
-    monkeypatch.setattr(training, "save", lambda model, path: None)
+    monkeypatch.setattr(loop, "save", lambda model, path: None)
     monkeypatch.chdir(tmp_path)
     write("frames.extxyz", [image(number) for number in range(5)])
 
@@ -614,17 +614,17 @@ def test_a_start_with_options_of_the_model_is_refused(words, tmp_path):
 def test_a_training_keeps_others_out_of_its_folder_until_it_ends(run, monkeypatch):
     refusals = []
 
-    def record(run, step, record=training.Run.record):
+    def record(run, step, record=loop.Run.record):
         message = "another training is at work in trained/frames: wait for it, or take another"
-        with pytest.raises(ValueError, match=message), training.locked(Path("trained/frames")):
+        with pytest.raises(ValueError, match=message), loop.locked(Path("trained/frames")):
             pass
         refusals.append(step)
         return record(run, step)
 
-    monkeypatch.setattr(training.Run, "record", record)
+    monkeypatch.setattr(loop.Run, "record", record)
     run("frames.extxyz")
     assert len(refusals) == 2
-    with training.locked(Path("trained/frames")):
+    with loop.locked(Path("trained/frames")):
         pass
 
 
@@ -650,7 +650,7 @@ def test_a_worse_model_does_not_replace_the_best_one_whose_log_is_gone(run):
     best = Path("out/model.npz").read_bytes()
     Path("out/log.csv").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training.Squares, "errors", lambda squares, numbers=None: [1e3, 1e3, 1e3])
+        patch.setattr(loop.Squares, "errors", lambda squares, numbers=None: [1e3, 1e3, 1e3])
         run("frames.extxyz", "--folder", "out")
     assert Path("out/model.npz").read_bytes() == best
 

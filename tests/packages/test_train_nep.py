@@ -21,7 +21,7 @@ from calcops.nep.nep_file import read  # noqa: E402
 from calcops.nep.nep_file import write as write_nep  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
-from calcops.train import trained_nep, training  # noqa: E402
+from calcops.train import loop, nep_parameters  # noqa: E402
 from calcops.train.datasets import frames_of  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
 from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate  # noqa: E402
@@ -57,7 +57,7 @@ def place(monkeypatch, tmp_path, images):
     monkeypatch.chdir(tmp_path)
     write("frames.extxyz", images)
     monkeypatch.setattr(
-        training, "save", lambda model, path: package.save(model, path.with_suffix(".pt"))
+        loop, "save", lambda model, path: package.save(model, path.with_suffix(".pt"))
     )
 
 
@@ -156,7 +156,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_its_record(moment, monkeypatch):
     run("frames.extxyz", *SMALL, "--folder", "whole")
     owner, name, steps = {
         "in a step": (Trainer, "update", 13),
-        "in a record": (training.Run, "write_best", 10),
+        "in a record": (loop.Run, "write_best", 10),
     }[moment]
     method = getattr(owner, name)
     calls = []
@@ -234,8 +234,8 @@ def test_a_kill_while_the_best_model_is_written_leaves_the_old_one(monkeypatch):
         Path(path).write_text("nep4 2 Cu")
         raise OSError("killed")
 
-    monkeypatch.setattr(trained_nep.TrainedNep, "write", write_half)
-    monkeypatch.setattr(training.Run, "loss", lambda run, errors: -len(run.trainer.history))
+    monkeypatch.setattr(nep_parameters.TrainedNep, "write", write_half)
+    monkeypatch.setattr(loop.Run, "loss", lambda run, errors: -len(run.trainer.history))
     with pytest.raises(OSError, match="killed"):
         run("frames.extxyz", *SMALL, "--folder", "out", "--steps", 40)
     assert Path("out/nep.txt").read_bytes() == before

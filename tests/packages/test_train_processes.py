@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "examples" / "silicon"))
+sys.path.append(str(ROOT / "examples" / "train_potential"))
 for name in ("ase", "vesin", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 if not torch.distributed.is_available():
@@ -23,7 +23,7 @@ from ase.io import read, write  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
 from calcops.potentials import load  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
-from calcops.train import training  # noqa: E402
+from calcops.train import loop  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from make_frames import generate  # noqa: E402
 
@@ -37,8 +37,8 @@ ENVIRONMENT = os.environ | {
 # The command without the package, which takes ten seconds.
 WITHOUT_PACKAGE = """
 import sys
-from calcops.train import __main__, training
-training.save = lambda model, path: None
+from calcops.train import __main__, loop
+loop.save = lambda model, path: None
 __main__.main(sys.argv[1:])
 """
 
@@ -79,7 +79,7 @@ def trained(frames, tmp_path_factory):
     folders = {n: tmp_path_factory.mktemp(f"by_{n}") for n in (1, 2)}
     words = [frames, "--folder", folders[1], *OPTIONS, "--steps", 60]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "save", lambda model, path: None)
+        patch.setattr(loop, "save", lambda model, path: None)
         command.main([str(word) for word in words])
     program = tmp_path_factory.mktemp("program") / "train.py"
     program.write_text(WITHOUT_PACKAGE)

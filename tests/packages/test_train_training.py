@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "examples" / "silicon"
+SCRIPTS = ROOT / "examples" / "train_potential"
 sys.path.append(str(SCRIPTS))
 for name in ("ase", "vesin", "matplotlib", "tqdm"):
     pytest.importorskip(name)

@@ -1,8 +1,8 @@
 """Write frames to train on: molecular dynamics in ASE of a crystal, or of several kinds of systems.
 
-    python examples/silicon/make_frames.py silicon
-    python examples/silicon/make_frames.py gallium-nitride FOLDER --trajectories 40 8 8
-    python examples/silicon/make_frames.py silver-copper
+    python examples/train_potential/make_frames.py silicon
+    python examples/train_potential/make_frames.py gallium-nitride FOLDER --trajectories 40 8 8
+    python examples/train_potential/make_frames.py silver-copper
 
 FOLDER, build/train_potential/NAME if not given, gets train.extxyz, held_out.extxyz and
 test.extxyz. The crystals are labelled by Stillinger-Weber. silicon.toml and gallium-nitride.toml

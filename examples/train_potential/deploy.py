@@ -1,6 +1,6 @@
 """Package the trained model, run it in ASE as a host does, and measure how it conserves energy.
 
-    python examples/silicon/deploy.py [FOLDER] [--steps 2000] [--tabulated]
+    python examples/train_potential/deploy.py [FOLDER] [--steps 2000] [--tabulated]
         [--float32-nets]
 
 FOLDER is that of the training on silicon or gallium nitride. It gets model.pt, model.pt2 and

@@ -1,6 +1,6 @@
 """Time a training step by the operators and by plain autograd through the positions.
 
-    python examples/silicon/step_time.py [FOLDER] [--repeats 50] [--compile]
+    python examples/train_potential/step_time.py [FOLDER] [--repeats 50] [--compile]
 
 A step needs forces and virial. Both ways give the same gradients of the same loss, for the same
 selected neighbours. Two parts that both ways need are timed alone: the derivatives of the nets, and

@@ -1,6 +1,6 @@
 """Silicon under Stillinger-Weber in ASE: relaxation, dynamics, elastic constants and phonons.
 
-    python examples/silicon/properties.py [--steps 2000] [--out build/ase]
+    python examples/train_potential/properties.py [--steps 2000] [--out build/ase]
 
 calcops/ase/README.md shows what the script prints.
 """
