@@ -79,7 +79,9 @@ def numbers():
 @pytest.mark.filterwarnings("ignore:.*its tables differ from its nets")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_are_those_of_deepmd_kit(name, numbers):
-    assert largest_difference(load(path_of(name)), numbers[Path(name).stem]) <= bound(name)
+    far = largest_difference(load(path_of(name)), numbers[Path(name).stem])
+    print(f"{name:24} {far:.1e}")
+    assert far <= bound(name)
 
 
 @pytest.mark.parametrize("name, expected", {"relu": 7, "relu6": 6, "linear": 7}.items())
@@ -158,16 +160,6 @@ def test_a_model_imported_by_the_command_gives_the_same_in_ase(
         atoms.calc = CalcOps(form)
         assert atoms.get_potential_energy() == pytest.approx(structure["energy"], rel=1e-12)
         np.testing.assert_allclose(atoms.get_forces(), structure["force"], atol=1e-11)
-
-
-def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
-    readme = (ROOT / "calcops/deepmd/README.md").read_text()
-    program, printed = re.search(
-        "```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL
-    ).groups()
-    monkeypatch.chdir(ROOT)
-    exec(program, {})
-    assert capsys.readouterr().out == printed
 
 
 def test_every_weight_of_an_imported_model_is_trained():

@@ -2,15 +2,14 @@
 number of ranks."""
 
 import itertools
-import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from lammps_plugin import ROOT, SHAKE, THERMO, Lammps, difference, tables
+from lammps_plugin import SHAKE, THERMO, Lammps, difference, tables
+from programs import ROOT, run
 
 sys.path.append(str(ROOT / "bench"))
 from calcops.potentials.package import save
@@ -288,14 +287,10 @@ numpy.savetxt("own.pressure", results[KEY.PRED_STRESS].detach().numpy())
 @pytest.mark.skipif(not PYTHON.exists(), reason="SevenNet is not installed: make graph-potential")
 def test_a_pretrained_sevennet_gives_its_own_results_on_any_number_of_ranks(lammps):
     """Its five layers of 5 A need 26 A of ghosts, around a rod of salt with a period of 45 A."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def python(*arguments):
-        command = [PYTHON, "-W", "ignore", *arguments]
-        run = subprocess.run(
-            command, cwd=lammps.folder, env=environment, capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stderr
+        words = "-W", "ignore", *arguments
+        run(PYTHON, *words, cwd=lammps.folder, OMP_NUM_THREADS="1")
 
     python("-m", "calcops.graph", "sevennet", "7net-0", lammps.folder / "7net-0.pt")
     script = (

@@ -8,15 +8,13 @@ cutoff. The script was nep_reference.py of commit cdc1db7.
 import json
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "tests/packages/nep_models"
 NUMBERS = json.loads((FILES / "numbers.json").read_text())
 for module in ("ase", "vesin"):
@@ -147,9 +145,7 @@ def test_an_archive_gives_the_same_in_ase(name, tmp_path):
 @pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
 def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
     output = tmp_path / "model.pt2"
-    command = [sys.executable, "-m", "calcops.nep", FILES / f"{name}.txt", output]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = run(sys.executable, "-m", "calcops.nep", FILES / f"{name}.txt", output)
     names = " ".join(read(FILES / f"{name}.txt").type_names)
     assert f"{output}: {names} within" in done.stdout
     model = package.load(output)
@@ -217,15 +213,6 @@ def test_eval_computes_the_tables_of_the_weights_in_training():
     in_training = model(*inputs_of(frame, model))
     for result, other in zip(model.eval()(*inputs_of(frame, model)), in_training):
         torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
-
-
-def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
-    readme = (ROOT / "calcops/nep/README.md").read_text()
-    pattern = "```python\n(.*?)```\n\n```text\n(.*?)```"
-    program, printed = re.search(pattern, readme, re.DOTALL).groups()
-    monkeypatch.chdir(ROOT)
-    exec(program, {})
-    assert capsys.readouterr().out == printed
 
 
 def edited(name, old, new, tmp_path):

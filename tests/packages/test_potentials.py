@@ -3,11 +3,7 @@ derivatives, for modules, archives and packages."""
 
 import itertools
 import math
-import os
-import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +11,9 @@ from calcops.potentials.lennard_jones import LennardJones
 from calcops.potentials.package import load, order_of, save
 from calcops.potentials.potential import Potential
 from calcops.potentials.stillinger_weber import StillingerWeber, read
+from programs import blocks, run
 from reference import DEVICES, assert_equal_lists
 
-FOLDER = Path(__file__).resolve().parents[2] / "calcops" / "potentials"
 NAMES = "ABC"
 
 
@@ -331,14 +327,10 @@ def test_an_edge_order_changes_no_bit(sw_file):
 
 
 def test_the_readme_runs_and_shows_what_is_printed(tmp_path):
-    text = (FOLDER / "README.md").read_text()
-    code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "morse.py").write_text(code)
-    environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}:{FOLDER}"}
-    command = [sys.executable, "-W", "ignore", "morse.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert result.stdout == shown, result.stderr
+    readme = "calcops/potentials/README.md"
+    (tmp_path / "morse.py").write_text("".join(blocks(readme, "python")))
+    printed = run(sys.executable, "-W", "ignore", "morse.py", cwd=tmp_path).stdout
+    assert [printed] == blocks(readme, "text")
 
 
 # ---- a package -----------------------------------------------------------------------------------
