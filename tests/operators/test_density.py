@@ -7,11 +7,14 @@ import pytest
 import torch
 from fuzz import DTYPES, INDICES, check_calls
 from reference import (
+    assert_a_fourth_derivative_is_an_error,
     assert_compiles_and_exports,
     assert_empty_slots_never_matter,
     assert_equal_lists,
     assert_modes_agree,
     assert_strides_and_threads_change_no_bit,
+    assert_the_order_of_slots_only_rounds,
+    assert_vmap_equals_a_loop,
     opcheck,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -203,11 +206,7 @@ def test_a_pair_at_exactly_the_end_of_the_grid_adds_nothing():
 
 def test_the_order_of_empty_slots_changes_no_bit_and_the_order_of_pairs_only_rounding():
     d, kind, *rest = inputs(K=40)
-    order = torch.argsort((kind < 0).int(), dim=1, stable=True)
-    moved = d.gather(1, order[..., None].expand_as(d)), kind.gather(1, order)
-    A = density(d, kind, *rest)
-    assert torch.equal(density(*moved, *rest), A)
-    assert_close(density(d.flip(1), kind.flip(1), *rest), A, 1e-13)
+    assert_the_order_of_slots_only_rounds(lambda d, kind: density(d, kind, *rest), d, kind=kind)
 
 
 def test_float32_is_computed_in_float64():
@@ -294,9 +293,9 @@ def test_strides_and_threads_change_no_bit():
 # ---- derivatives up to the third order, in d and the table, in both modes ------------------------
 
 
-def smooth_inputs(harmonics=25, begin=0.0):
+def smooth_inputs():
     """Return arguments with few pairs and wide cells, so that finite differences are exact."""
-    d, kind, table, grid, _ = inputs(n=2, K=3, functions=2, rows=7, begin=begin)
+    d, kind, table, grid, _ = inputs(n=2, K=3, functions=2, rows=7)
     kind[0] = torch.tensor([0, -1, 1])
     d = (
         d
@@ -305,7 +304,7 @@ def smooth_inputs(harmonics=25, begin=0.0):
     )
     grid = grid.clone()
     grid[:, 1] = 7.0
-    return d.requires_grad_(), kind, table.requires_grad_(), grid, harmonics
+    return d.requires_grad_(), kind, table.requires_grad_(), grid, 25
 
 
 @pytest.mark.parametrize("harmonics", HARMONICS)
@@ -332,29 +331,6 @@ def test_derivatives_of_first_to_third_order_are_those_of_autograd(harmonics, be
         assert_close(result, expected, 1e-10)
 
 
-@pytest.mark.parametrize("harmonics", HARMONICS)
-def test_gradcheck_and_gradgradcheck_pass_in_both_modes(harmonics):
-    d, kind, table, grid, _ = smooth_inputs()
-
-    def sums(d, table):
-        return density(d, kind, table, grid, harmonics)
-
-    assert torch.autograd.gradcheck(
-        sums, (d, table), check_forward_ad=True, check_batched_grad=True
-    )
-    assert torch.autograd.gradgradcheck(sums, (d, table), check_fwd_over_rev=True)
-
-
-def test_gradgradcheck_of_forces_passes():
-    d, kind, table, grid, harmonics = smooth_inputs()
-
-    def slope(d, table):
-        energy = density(d, kind, table, grid, harmonics).square().sum()
-        return torch.autograd.grad(energy, d, create_graph=True)[0]
-
-    assert torch.autograd.gradgradcheck(slope, (d, table), atol=1e-4)
-
-
 def test_forward_and_reverse_mode_agree_in_every_mixture():
     d, kind, table, grid, harmonics = smooth_inputs()
     d, kind, table = d.detach()[:1, :2], kind[:1, :2], table.detach()
@@ -371,23 +347,9 @@ def test_a_fourth_derivative_in_d_is_an_error_and_in_the_table_is_zero():
     d, kind, table, grid, harmonics = smooth_inputs()
     kinds = torch.zeros_like(kind)
     message = "calcops::density: expected derivatives in `d` up to third order, got a higher one"
-
-    def along(order):
-        if order == 0:
-            return lambda t: density(d + t * d, kinds, table + t * table, grid, harmonics)
-        lower = along(order - 1)
-        return lambda t: torch.func.jvp(lower, (t,), (torch.ones_like(t),))[1]
-
-    zero = torch.zeros((), dtype=torch.float64)
-    assert along(3)(zero).isfinite().all()
-    with pytest.raises(RuntimeError, match=message):
-        along(4)(zero)
-
-    x = density(d, kinds, table, grid, harmonics).square().sum()
-    for _ in range(3):
-        x = torch.autograd.grad(x, d, create_graph=True)[0].square().sum()
-    with pytest.raises(RuntimeError, match=message):
-        torch.autograd.grad(x, d)
+    assert_a_fourth_derivative_is_an_error(
+        lambda d: density(d, kinds, table * d.sum(), grid, harmonics), d, message
+    )
 
     # The square of a linear function has two derivatives.
     x = density(d.detach(), kinds, table, grid, harmonics).square().sum()
@@ -404,21 +366,10 @@ ops = torch.ops.calcops
 NAMES = "d", "kind", "table", "grid", "harmonics"
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_vmap_over_atoms_with_one_table_and_with_a_table_each_equals_a_loop(chunk):
+def test_vmap_over_atoms_with_one_table_and_with_a_table_each_equals_a_loop():
     d, kind, table, *rest = inputs(n=6)
-    d = d.view(3, 2, 9, 3)
-    kind = kind.view(3, 2, 9)
-
-    def sums(d, kind, table):
-        return density(d, kind, table, *rest)
-
-    expected = torch.stack([sums(*item, table) for item in zip(d, kind)])
-    result = torch.vmap(sums, (0, 0, None), chunk_size=chunk)(d, kind, table)
-    assert torch.equal(result, expected)
-    tables = torch.stack([table, 2 * table, 3 * table])
-    expected = torch.stack([sums(*item) for item in zip(d, kind, tables)])
-    assert torch.equal(torch.vmap(sums)(d, kind, tables), expected)
+    items = d.view(3, 2, 9, 3), kind.view(3, 2, 9)
+    assert_vmap_equals_a_loop(lambda *x: density(*x, *rest), *items, constant=table)
 
 
 def test_gradients_and_hessians_under_vmap_equal_a_loop():
