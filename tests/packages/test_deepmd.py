@@ -23,25 +23,19 @@ NAMES = sorted(path.name for path in FILES.iterdir() if path.suffix != ".json")
 for module in ("ase", "vesin"):
     pytest.importorskip(module)
 
-from ase import Atoms  # noqa: E402
-from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
+from calcops.ase.calculator import CalcOps  # noqa: E402
 from calcops.deepmd.formats import read  # noqa: E402
 from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, save_npz  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.train.trainer import Trainer  # noqa: E402
 from calcops.train.weights import kActivations  # noqa: E402
+from structures import atoms_of, inputs_of  # noqa: E402
 
 
 def path_of(name):
     for module in {".dp": ["h5py"], ".yaml": ["yaml"]}.get(Path(name).suffix, []):
         pytest.importorskip(module, reason=f"{module} (extra `examples`) reads {Path(name).suffix}")
     return FILES / name
-
-
-def atoms_of(structure, names):
-    symbols = [names[t] for t in structure["types"]]
-    cell = structure["cell"]
-    return Atoms(symbols, positions=structure["positions"], cell=cell, pbc=cell is not None)
 
 
 def largest_difference(model, structures):
@@ -51,12 +45,7 @@ def largest_difference(model, structures):
     """
     worst = 0
     for structure in structures:
-        atoms = atoms_of(structure, model.type_names)
-        pairs = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
-        Rij = pairs.pair_vectors(
-            torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
-        )
-        ours = model(torch.tensor(structure["types"]), pairs.list_neigh, Rij)
+        ours = model(*inputs_of(structure, model))
         for key, values in zip(("energy", "atom_energy", "force", "virial", "atom_virial"), ours):
             expected = np.array(structure[key])
             worst = max(worst, abs(values[0].numpy() - expected).max() / abs(expected).max())

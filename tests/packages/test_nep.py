@@ -20,25 +20,11 @@ NUMBERS = json.loads((FILES / "numbers.json").read_text())
 for module in ("ase", "vesin"):
     pytest.importorskip(module)
 
-from ase import Atoms  # noqa: E402
-from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
+from calcops.ase.calculator import CalcOps  # noqa: E402
 from calcops.nep import load  # noqa: E402
 from calcops.nep.nep_file import read, write  # noqa: E402
 from calcops.potentials import package  # noqa: E402
-
-
-def atoms_of(frame, names):
-    symbols = [names[t] for t in frame["types"]]
-    return Atoms(symbols, positions=frame["positions"], cell=frame["cell"], pbc=True)
-
-
-def inputs_of(frame, model):
-    """Return types, list_neigh and Rij of a periodic frame."""
-    atoms = atoms_of(frame, model.type_names)
-    pairs = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
-    positions = torch.from_numpy(atoms.positions)
-    Rij = pairs.pair_vectors(positions, torch.from_numpy(atoms.cell.array))
-    return torch.tensor(frame["types"]), pairs.list_neigh, Rij
+from structures import atoms_of, inputs_of  # noqa: E402
 
 
 def assert_results_of_nep_cpu(results, frame, energy=1e-9, others=1e-8):

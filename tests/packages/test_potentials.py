@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from calcops.potentials.lennard_jones import LennardJones
-from calcops.potentials.package import load, order_of, save
+from calcops.potentials.package import load, save
 from calcops.potentials.potential import Potential
 from calcops.potentials.stillinger_weber import StillingerWeber, read
 from programs import blocks, run
@@ -242,18 +242,6 @@ def test_force_and_virials_are_derivatives_of_the_energy(sw_file, device):
         torch.testing.assert_close(atom_virial.sum(1), virial, rtol=1e-11, atol=atol)
 
 
-def test_second_derivatives_are_right(sw_file):
-    for model in models(sw_file):
-        types, list_neigh, positions = cluster(5, len(model.type_names), 3.0)
-
-        def outputs(positions, model=model, types=types, list_neigh=list_neigh):
-            return model(types, list_neigh, vectors(list_neigh, positions), create_graph=True)[1:]
-
-        assert torch.autograd.gradcheck(
-            outputs, positions.requires_grad_(), eps=1e-6, rtol=1e-5, atol=1e-4
-        )
-
-
 def test_ghosts_and_frames_with_types_of_their_own_do_not_change_results(sw_file):
     """Every second slot names a ghost of the neighbour, which has the neighbour's type."""
     model = StillingerWeber(sw_file)
@@ -316,14 +304,6 @@ def test_wrong_arguments_of_save_load_and_a_model_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match="got ones that an empty slot changes by"):
         save(Uncut(), tmp_path / "model.pt")
-
-
-def test_an_edge_order_changes_no_bit(sw_file):
-    types, list_neigh, Rij = frames(3, 20, 9, 11, 3)
-    model = StillingerWeber(sw_file)
-    order = order_of(list_neigh, 11)
-    results = model(types, list_neigh, Rij, 11, edge_order=order)
-    assert_equal_lists(results, model(types, list_neigh, Rij, 11), rtol=0, atol=0)
 
 
 def test_the_readme_runs_and_shows_what_is_printed(tmp_path):
