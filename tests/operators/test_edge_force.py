@@ -2,12 +2,11 @@
 wrong entries, derivatives, memory, and PyTorch's other modes."""
 
 import itertools
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from programs import run
 from reference import assert_equal_lists, graph, opcheck, pairs
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -398,49 +397,43 @@ for call, size in (
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     call()
 """
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    run(sys.executable, "-c", code, OMP_NUM_THREADS="1")
+
+
+# {call: the argument whose size the error names, and this size}
+TOO_LARGE = {
+    "edge_force(index, edges, 2**40)": ("natoms", 2**40),
+    "edge_force_virial(index, edges, edges, 2**33)": ("natoms", 2**33),
+    "edge_force_virial(index, edges, edges, 2, nframes=2**33)": ("nframes", 2**33),
+    "edge_order(index, 2**33)": ("natoms", 2**33),
+    "edge_order(index.int(), 2**40)": ("natoms", 2**40),
+    "force(*pairs, 2**33)": ("nghost", 2**33),
+    "force(*pairs, 600_000_000)": (
+        "nghost",
+        600_000_000,
+    ),  # suffices for the result, not for the sums
+    "force_virial(*pairs, torch.ones(1, 1, 1, 3), 2**40)": ("nghost", 2**40),
+    "neighbor_index(list_neigh, 2**33)": ("nghost", 2**33),
+}
 
 
 def test_too_little_memory_is_an_error_that_names_the_size():
-    code = """
+    code = f"""
 import resource, torch
-from calcops_jit import edge_force, edge_force_virial, edge_order, force, force_virial, neighbor_index
+from calcops_jit import *
 resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
 index, edges, list_neigh = torch.tensor([[0], [1]]), torch.ones(1, 3), torch.zeros(1, 1, 1, dtype=torch.int32)
 pairs = list_neigh, torch.ones(1, 1, 1, 4), torch.ones(1, 1, 4, 3)
-for call in (
-    lambda: edge_force(index, edges, 2**40),
-    lambda: edge_force_virial(index, edges, edges, 2**33),
-    lambda: edge_force_virial(index, edges, edges, 2, nframes=2**33),
-    lambda: edge_order(index, 2**33),
-    lambda: edge_order(index.int(), 2**40),
-    lambda: force(*pairs, 2**33),
-    lambda: force(*pairs, 600_000_000),  # memory for the result, not for the sums
-    lambda: force_virial(*pairs, torch.ones(1, 1, 1, 3), 2**40),
-    lambda: neighbor_index(list_neigh, 2**33),
-):
+for call in {[*TOO_LARGE]}:
     try:
-        call()
+        eval(call)
     except RuntimeError as error:
         print(str(error).splitlines()[0])
 """
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    sizes = [
-        ("edge_force", "natoms", 2**40),
-        ("edge_force_virial", "natoms", 2**33),
-        ("edge_force_virial", "nframes", 2**33),
-        ("edge_order", "natoms", 2**33),
-        ("edge_order", "natoms", 2**40),
-        ("force", "nghost", 2**33),
-        ("force", "nghost", 600_000_000),
-        ("force_virial", "nghost", 2**40),
-        ("neighbor_index", "nghost", 2**33),
-    ]
-    assert run.stdout.splitlines() == [
-        f"calcops::{operator}: expected `{argument}` for which memory suffices, got {size}"
-        for operator, argument, size in sizes
+    printed = run(sys.executable, "-c", code).stdout
+    assert printed.splitlines() == [
+        f"calcops::{call.partition('(')[0]}: expected `{argument}` for which memory suffices, got {size}"
+        for call, (argument, size) in TOO_LARGE.items()
     ]
 
 

@@ -131,10 +131,12 @@ def test_derivatives_of_first_to_third_order_are_those_of_autograd(spline, funct
     def derivatives(f):
         leaf = d.clone().requires_grad_()
         weight = upstream.clone().requires_grad_()
+        direction = tangents[0].clone().requires_grad_()
         (first,) = torch.autograd.grad(f(leaf, *rest), leaf, weight, create_graph=True)
-        along = (first * tangents[0]).sum()
+        along = (first * direction).sum()
         second = torch.autograd.grad(along, (leaf, weight), create_graph=True)
-        third = torch.autograd.grad((second[0] * tangents[1]).sum(), (leaf, weight))
+        along = (second[0] * tangents[1]).sum()
+        third = torch.autograd.grad(along, (leaf, weight, direction))
         return first, *second, *third
 
     for result, expected in zip(derivatives(environment_spline), derivatives(reference)):
