@@ -52,6 +52,24 @@ OWN = {
 }
 
 
+class Limited(LennardJones):
+    neighbors = 40
+
+
+def write_wrong_models(folder):
+    save(Limited(), folder / "limited.pt")
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), folder / "strange.pt")
+    (folder / "broken.pt2").write_bytes(b"PK")
+    with (
+        zipfile.ZipFile(folder / "cut.pt2") as source,
+        zipfile.ZipFile(folder / "foreign.pt2", "w") as copy,
+    ):
+        for item in source.infolist():
+            content = source.read(item)
+            content = content.replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
+            copy.writestr(item, content)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return the folder of the models. Models of two types have them in another order than the
@@ -65,6 +83,7 @@ def models(tmp_path_factory):
     save(LennardJones(), folder / "cut.pt2", edge_order=True)  # like a package for a GPU
     save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt")
     save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt2")
+    write_wrong_models(folder)
     return folder
 
 
@@ -244,57 +263,35 @@ def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
     assert difference(forces, expected[:, 3:6]) <= 1e-12
 
 
-class Limited(LennardJones):
-    neighbors = 40
+# {model and names of types, or less: the reason}
+REFUSED = {
+    "limited.pt\npair_coeff * * X": r"at most 40 neighbours.*, got \d\d within",
+    "cut.pt\npair_coeff * * Ar": r"that the model has \(X\), got Ar",
+    "cut.pt\npair_coeff * * X X": r"expected pair_coeff \* \* and 1 names",
+    "absent.pt2": "absent.pt2: cannot be read",
+    "in.test": "ends in .pt2 or .pt",
+    "strange.pt": "expected the metadata cutoff, got none",
+    "broken.pt2": "broken.pt2: ",
+    "": "expected a model's file, got none",
+}
+if not torch.cuda.is_available():
+    REFUSED["foreign.pt2"] = "foreign.pt2: made for CUDA, but no GPU is visible"
 
 
-@pytest.mark.parametrize(
-    "script, message",
-    [
-        ("newton off\n" + MELT + pair("cut", ".pt"), "expected newton on"),
-        (
-            MELT + "pair_style calcops limited.pt\npair_coeff * * X",
-            r"at most 40 neighbours.*, got \d\d within",
-        ),
-        (MELT.replace("lj", "metal", 1) + pair("cut", ".pt"), "expected units lj.*, got metal"),
-        (
-            MELT + "pair_style calcops cut.pt\npair_coeff * * Ar",
-            r"that the model has \(X\), got Ar",
-        ),
-        (
-            MELT + "pair_style calcops cut.pt\npair_coeff * * X X",
-            r"expected pair_coeff \* \* and 1 names",
-        ),
-        (MELT + "pair_style calcops absent.pt2", "absent.pt2: cannot be read"),
-        (MELT + "pair_style calcops in.test", r"ends in .pt2 or .pt"),
-        (MELT + "pair_style calcops strange.pt", "expected the metadata cutoff, got none"),
-        (MELT + "pair_style calcops broken.pt2", "broken.pt2: "),
-        pytest.param(
-            MELT + "pair_style calcops foreign.pt2",
-            "foreign.pt2: made for CUDA, but no GPU is visible",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible"),
-        ),
-        (MELT + "pair_style calcops", "expected a model's file, got none"),
-    ],
-)
-def test_scripts_and_models_that_cannot_run_are_refused_with_the_reason(
-    lammps, models, script, message
-):
-    if "limited" in script:
-        save(Limited(), models / "limited.pt")
-    if "foreign" in script:
-        with (
-            zipfile.ZipFile(models / "cut.pt2") as source,
-            zipfile.ZipFile(models / "foreign.pt2", "w") as copy,
-        ):
-            for item in source.infolist():
-                content = source.read(item)
-                content = content.replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
-                copy.writestr(item, content)
-    torch.jit.save(torch.jit.script(torch.nn.Identity()), models / "strange.pt")
-    (models / "broken.pt2").write_bytes(b"PK")
+def assert_refuses(lammps, script, message):
     printed = lammps(script + "\nrun 0\n", fails=True)
     assert re.search(r"ERROR.*Pair style calcops: .*" + message, printed), printed
+
+
+@pytest.mark.parametrize("words, message", REFUSED.items())
+def test_models_that_cannot_run_are_refused_with_the_reason(lammps, words, message):
+    assert_refuses(lammps, MELT + "pair_style calcops " + words, message)
+
+
+def test_scripts_that_cannot_run_are_refused_with_the_reason(lammps):
+    assert_refuses(lammps, "newton off\n" + MELT + pair("cut", ".pt"), "expected newton on")
+    in_metal = MELT.replace("lj", "metal", 1) + pair("cut", ".pt")
+    assert_refuses(lammps, in_metal, "expected units lj.*, got metal")
 
 
 def example(*arguments):

@@ -342,31 +342,18 @@ def test_a_package_gives_the_results_of_the_model_for_every_size(device, tmp_pat
     of_frames = torch.stack([types, 1 - types, types])
     expected = model(of_frames, list_neigh, Rij, 11)
     assert_equal_lists(package(of_frames, list_neigh, Rij, 11), expected, rtol=1e-12, atol=1e-12)
+    good = {"types": types, "list_neigh": list_neigh, "Rij": Rij}
     wrong = {
-        "expected Rij of torch.float64, as the file is, got torch.float32": (
-            types,
-            list_neigh,
-            Rij.float(),
-        ),
-        r"expected types of 20 atoms and nghost=11 ghosts, .* got \[30\]": (
-            types[:30],
-            list_neigh,
-            Rij,
-        ),
-        r"expected list_neigh .* got \[3, 20, 9\] and \[3, 20, 8, 3\]": (
-            types,
-            list_neigh,
-            Rij[:, :, 1:],
-        ),
+        "of torch.float64, as the file is, got torch.float32": {"Rij": Rij.float()},
+        r"types of 20 atoms and nghost=11 ghosts, .* got \[30\]": {"types": types[:30]},
+        r"list_neigh .* got \[3, 20, 9\] and \[3, 20, 8, 3\]": {"Rij": Rij[:, :, 1:]},
     }
     if device == "cpu":
-        wrong["expected types from 0 to 1, got 2 to 3"] = types % 2 + 2, list_neigh, Rij
+        wrong["types from 0 to 1, got 2 to 3"] = {"types": types % 2 + 2}
         entry = list_neigh.clone()
         entry[1, 2, 3] = 31
-        message = (
-            "expected entries of list_neigh from -1 to 30, got 31 in slot 3 of atom 2 in frame 1"
-        )
-        wrong[message] = types, entry, Rij
-    for message, arguments in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            package(*arguments, 11)
+        message = "list_neigh from -1 to 30, got 31 in slot 3 of atom 2 in frame 1"
+        wrong[message] = {"list_neigh": entry}
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=f"expected .*{message}"):
+            package(*(good | changes).values(), 11)
