@@ -116,39 +116,31 @@ def test_force_is_calcops_force_with_its_gradients(call):
     assert torch.equal(of_Ri_d, expected_of_Ri_d)
 
 
-@pytest.mark.parametrize(
-    "dtypes, shapes, text",
-    [
-        (
-            ["string", "float32"],
-            [[2], [2]],
-            "LeakyRelu: expected a dtype that PyTorch has, got string",
-        ),
-        (["int32", "int32"], [[2], [2]], "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'"),
-        (["float32", "float32"], [[2], [3]], "expected `output` of Float [2], got Float [3]"),
-        (["float32", "float64"], [[2], [2]], "expected `output` of Float [2], got Double [2]"),
-        (
-            ["float32", "float32", "float32"],
-            [[2], [1], [2]],
-            "expected `negative_slope` of no dimensions, got [1]",
-        ),
-        (["float32"], [[2]], "LeakyRelu: expected 2 or 3 inputs and outputs, got 1"),
-        (["float32", "float32"], [[-1], [-1]], "expected known sizes for argument 0, got [-1]"),
-    ],
-)
-def test_errors_are_exceptions_with_a_text(libraries, dtypes, shapes, text):
+# {dtypes and sizes of the arguments, which have one dimension: the text of the exception}
+ERRORS = {
+    "string 2, float32 2": "LeakyRelu: expected a dtype that PyTorch has, got string",
+    "int32 2, int32 2": "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'",
+    "float32 2, float32 3": "expected `output` of Float [2], got Float [3]",
+    "float32 2, float64 2": "expected `output` of Float [2], got Double [2]",
+    "float32 2, float32 1, float32 2": "expected `negative_slope` of no dimensions, got [1]",
+    "float32 2": "LeakyRelu: expected 2 or 3 inputs and outputs, got 1",
+    "float32 -1, float32 -1": "expected known sizes for argument 0, got [-1]",
+}
+
+
+@pytest.mark.parametrize("arguments, text", ERRORS.items())
+def test_errors_are_exceptions_with_a_text(libraries, arguments, text):
     """No frame catches the exception here, so the C++ runtime prints its text."""
     script = f"""if True:
         from ctypes import *
-        dtypes, shapes = {dtypes}, {shapes}
+        dtypes, sizes = zip(*(words.split() for words in "{arguments}".split(", ")))
         n = len(dtypes)
         memory = (c_double * 4)()
-        sizes = [(c_int64 * len(shape))(*shape) for shape in shapes]
         CDLL("{libraries["leaky_relu_cpu.so"]}").LeakyRelu(
             n,
             (c_void_p * n)(*[addressof(memory)] * n),
-            (c_int * n)(*map(len, shapes)),
-            (POINTER(c_int64) * n)(*(cast(size, POINTER(c_int64)) for size in sizes)),
+            (c_int * n)(*[1] * n),
+            (POINTER(c_int64) * n)(*(pointer(c_int64(int(size))) for size in sizes)),
             (c_char_p * n)(*(dtype.encode() for dtype in dtypes)),
             None,
             None,

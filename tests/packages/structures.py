@@ -2,6 +2,8 @@
 
 import torch
 from ase import Atoms
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
 from calcops.ase.calculator import NeighbourList
 
 
@@ -10,6 +12,14 @@ def atoms_of(structure, names):
     symbols = [names[t] for t in structure["types"]]
     cell = structure["cell"]
     return Atoms(symbols, positions=structure["positions"], cell=cell, pbc=cell is not None)
+
+
+def labelled(atoms, labels=("energy", "forces", "stress"), calculator=None):
+    """Return the atoms with labels, by EMT unless told otherwise."""
+    atoms.calc = calculator or EMT()
+    results = {name: atoms.calc.get_property(name, atoms) for name in labels}
+    atoms.calc = SinglePointCalculator(atoms, **results)
+    return atoms
 
 
 def inputs_of(structure, model, skin=0.5):

@@ -13,7 +13,6 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
 
 from ase import Atoms  # noqa: E402
 from ase.build import bulk  # noqa: E402
-from ase.calculators.emt import EMT  # noqa: E402
 from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
 from ase.db import connect  # noqa: E402
 from ase.io import write  # noqa: E402
@@ -24,6 +23,7 @@ from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
 from calcops.train.trainer import Data, MeanSquares, loss_weights  # noqa: E402
+from structures import labelled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = "--steps 4 --every 2 --cutoff 3.5 --embedding 4 8 --axis 2 --fitting 6 6".split()
@@ -37,11 +37,8 @@ def image(number, a=3.8, symbols="", copies=(1, 1, 1), labels=LABELS, **info):
     atoms = bulk("Cu", "fcc", a=a, cubic=True).repeat(copies)
     atoms.symbols[: len(symbols) // 2] = re.findall("..", symbols)
     atoms.rattle(0.1, seed=number)
-    atoms.calc = EMT()
-    results = {name: atoms.calc.get_property(name, atoms) for name in labels}
-    atoms.calc = SinglePointCalculator(atoms, **results)
     atoms.info |= info
-    return atoms
+    return labelled(atoms, labels)
 
 
 alloy = partial(image, symbols="CuAu")
@@ -170,9 +167,7 @@ def test_a_stress_of_zeros_is_no_label(is_periodic, run):
     images = [image(number) for number in range(6)]
     cluster = Atoms("Cu3", [[0, 0, 0], [2.4, 0, 0], [0, 2.5, 0]], cell=9 * np.eye(3))
     cluster.pbc = is_periodic
-    cluster.calc = EMT()
-    labels = {"energy": cluster.get_potential_energy(), "forces": cluster.get_forces()}
-    cluster.calc = SinglePointCalculator(cluster, **labels, stress=np.zeros(6))
+    labelled(cluster, LABELS[:2]).calc.results["stress"] = np.zeros(6)
     assert frames_of([cluster], ["Cu"])["virial"].isnan().all()
     printed = run([*images, cluster], "--held-out", 0.15)
     assert "stress of exactly 0 in 1 frames counts as no label" in printed
