@@ -22,7 +22,7 @@ from calcops.train import training  # noqa: E402
 from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
-from calcops.train.trainer import Data, MeanSquares, loss_weights  # noqa: E402
+from calcops.train.trainer import Data, MeanSquares, Trainer, loss_weights  # noqa: E402
 from structures import labelled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -460,8 +460,7 @@ def test_fine_tuning_begins_with_the_model_and_the_energies_of_the_frames(alloys
 # ---- checkpoints and folders ----------------------------------------------------------------------
 
 
-def test_a_training_writes_its_files_and_goes_on_bit_for_bit(alloys, run):
-    """test_train_nep.py stops one between two records."""
+def test_a_stopped_training_writes_its_files_and_goes_on_bit_for_bit(alloys, run, monkeypatch):
     words = "--steps", 20, "--every", 10, "--folder"
     out = run(alloys, *words, "whole")
     assert "11 frames to train on, 1 held out; neighbours within 3.5 A: Cu up to" in out
@@ -472,7 +471,18 @@ def test_a_training_writes_its_files_and_goes_on_bit_for_bit(alloys, run):
     first = Path("parts/log.csv").read_text()
     run(alloys, *words, "parts")
     assert Path("parts/log.csv").read_text().startswith(first)
-    ours, expected = (torch.load(f"{name}/checkpoint.pt") for name in ("parts", "whole"))
+
+    def step(trainer, step=Trainer.step):
+        if len(trainer.history) == 7:
+            raise KeyboardInterrupt
+        step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", step)
+        with pytest.raises(SystemExit, match="stopped after 7 of 20 steps; the same command goes"):
+            run(alloys, *words, "stopped")
+    run(alloys, *words, "stopped")
+    ours, expected = (torch.load(f"{name}/checkpoint.pt") for name in ("stopped", "whole"))
     assert ours["history"] == expected["history"]
     for key, value in expected["model"].items():
         assert torch.equal(ours["model"][key], value), key
