@@ -278,17 +278,23 @@ def assert_modes_agree(scalar, *inputs, argument=0, **tolerance):
 
 
 def assert_compiles_and_exports(function, arguments, sizes, other):
-    """Compare torch.compile and torch.export with eager mode.
+    """Compare torch.compile, with one graph for all sizes, and torch.export with eager mode.
 
     Some arguments require a gradient. `sizes` are their dynamic shapes, and `other` arguments of
-    other sizes.
+    other sizes. All sizes differ, because torch.compile takes equal ones for one.
     """
-    leaves = [x for x in arguments if x.requires_grad]
+
+    def gradients(f, values):
+        values = [x.detach().requires_grad_(y.requires_grad) for x, y in zip(values, arguments)]
+        leaves = [x for x in values if x.requires_grad]
+        return torch.autograd.grad(f(*values).square().sum(), leaves)
+
+    torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
-    gradients = [
-        torch.autograd.grad(f(*arguments).square().sum(), leaves) for f in (compiled, function)
-    ]
-    assert_equal_lists(*gradients, rtol=1e-12, atol=1e-12)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for values in (arguments, other):
+            results = gradients(compiled, values)
+            assert_equal_lists(results, gradients(function, values), rtol=1e-12, atol=1e-12)
 
     class Module(torch.nn.Module):
         def forward(self, *arguments):

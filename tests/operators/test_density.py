@@ -402,9 +402,9 @@ def test_compiled_traced_and_exported_programs_equal_eager_at_other_sizes():
         d, kind, table, grid, _ = inputs(**sizes)
         return d.requires_grad_(), kind, table.requires_grad_(), grid
 
-    arguments = leaves_of(K=4)
+    arguments = leaves_of(n=11, K=7)
     traced = make_fx(step, tracing_mode="symbolic")(*arguments)
-    other = leaves_of(n=7, K=6, seed=3)
+    other = leaves_of(n=8, K=9, seed=3)
     assert_equal_lists(traced(*other), step(*other), rtol=1e-12, atol=1e-12)
 
     def of_tensors(*tensors):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from programs import run
-from reference import assert_equal_lists, graph, opcheck, pairs
+from reference import assert_compiles_and_exports, assert_equal_lists, graph, opcheck, pairs
 from torch.autograd import gradcheck, gradgradcheck
 
 from calcops_jit import (
@@ -469,21 +469,6 @@ def force_matching(edge_index, g, v, positions):
     return F + positions, W
 
 
-def test_compile_makes_one_graph_for_all_sizes_with_the_results_and_gradients_of_eager(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(force_matching, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for natoms, edges in ((7, 23), (9, 40), (11, 31)):
-            edge_index, g, v, *_ = differentiable_graph(natoms=natoms, edges=edges, device=device)
-            positions = torch.zeros(natoms, 3, dtype=torch.float64, device=device)
-            results = []
-            for function in (compiled, force_matching):
-                F, W = function(edge_index, g, v, positions)
-                gradients = torch.autograd.grad(F.square().sum() + W.square().sum(), (g, v))
-                results.append((F, W, *gradients))
-            assert_equal_lists(*results, rtol=1e-12, atol=1e-12)
-
-
 def test_compile_takes_an_unbacked_number_of_edges():
     torch._dynamo.reset()
     edge_index, g, v, *_ = graph()
@@ -495,21 +480,16 @@ def test_compile_takes_an_unbacked_number_of_edges():
     assert_equal_lists(compiled(edge_index, g, v, positions), expected, rtol=0, atol=0)
 
 
-def test_an_exported_program_runs_at_other_sizes():
-    class Model(torch.nn.Module):
-        def forward(self, *inputs):
-            return force_matching(*inputs)
-
-    def example(natoms, edges):
-        edge_index, g, v, *_ = graph(natoms=natoms, edges=edges)
-        return edge_index, g, v, torch.zeros(natoms, 3, dtype=torch.float64)
+def test_compiled_and_exported_programs_equal_eager_at_other_sizes(device):
+    def example(natoms, count):
+        edge_index, g, v, *_ = differentiable_graph(natoms=natoms, edges=count, device=device)
+        return edge_index, g, v, torch.zeros(natoms, 3, dtype=torch.float64, device=device)
 
     edges = torch.export.Dim("edges", min=2)
-    atoms = torch.export.Dim("atoms", min=2)
-    shapes_of_inputs = ({1: edges}, {0: edges}, {0: edges}, {0: atoms})
-    # The model takes *inputs, which is one argument for torch.export.
-    shapes = (shapes_of_inputs,)
-    program = torch.export.export(Model(), example(7, 23), dynamic_shapes=shapes)
-    for sizes in ((7, 23), (3, 90), (20, 5)):
-        inputs = example(*sizes)
-        assert_equal_lists(program.module()(*inputs), force_matching(*inputs), rtol=0, atol=0)
+    sizes = {1: edges}, {0: edges}, {0: edges}, {0: torch.export.Dim("atoms", min=2)}
+    assert_compiles_and_exports(
+        lambda *inputs: torch.cat([x.flatten() for x in force_matching(*inputs)]),
+        example(7, 23),
+        sizes,
+        example(20, 90),
+    )

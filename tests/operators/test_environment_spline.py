@@ -295,12 +295,12 @@ def test_hessians_under_vmap_equal_a_loop():
 
 
 def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
-    d, kind, *rest = inputs(K=4)
+    d, kind, *rest = inputs(n=11, K=7)
     d.requires_grad_()
     opcheck(torch.ops.calcops.environment_spline.default, (d, kind, *rest))
-    directions = torch.randn(5, 4, 2, 3, dtype=torch.float64, requires_grad=True)
+    directions = torch.randn(11, 7, 2, 3, dtype=torch.float64, requires_grad=True)
     opcheck(torch.ops.calcops._environment_spline_along.default, (d, kind, *rest, directions))
-    upstream = torch.randn(5, 4, 3, 16, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(11, 4, 3, 16, dtype=torch.float64, requires_grad=True)
     backward = torch.ops.calcops._environment_spline_backward.default
     opcheck(backward, (upstream, d, kind, *rest, None))
     one = directions.detach()[:, :, :1].requires_grad_()  # opcheck differentiates once more
@@ -310,7 +310,7 @@ def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
         return environment_spline(d, kind, davg, dstd, grid, *rest[3:])
 
     slots = {0: torch.export.Dim("n"), 1: torch.export.Dim("K")}
-    other = inputs(n=8, K=3, seed=5)[:5]
+    other = inputs(n=8, K=9, seed=5)[:5]
     assert_compiles_and_exports(
         of_tensors, (d, kind, *rest[:3]), (slots, slots, None, None, None), other
     )

@@ -213,15 +213,15 @@ def test_jacobians_of_both_modes_agree():
 
 
 def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
-    x, R, kind, table, grid = inputs(K=4, M=6)
+    x, R, kind, table, grid = inputs(n=11, K=8)
     leaves = x.requires_grad_(), R.requires_grad_()
     opcheck(torch.ops.calcops.tabulated_sum.default, (*leaves, kind, table, grid))
-    upstream = torch.randn(5, 4, 6, dtype=torch.float64)
+    upstream = torch.randn(11, 4, 33, dtype=torch.float64)
     backward = torch.ops.calcops._tabulated_sum_backward.default
     opcheck(backward, (upstream, *leaves, kind, table, grid, 0, [True, True]))
     slots = {0: torch.export.Dim("n"), 1: torch.export.Dim("K")}
     sizes = slots, slots, slots, None, None
-    other = inputs(n=8, K=3, M=6, seed=5)
+    other = inputs(n=9, K=10, seed=5)
     assert_compiles_and_exports(tabulated_sum, (*leaves, kind, table, grid), sizes, other)
 
 
