@@ -84,7 +84,7 @@ format: .venv/.lint ### rewrite every file in the project's format
 	.venv/bin/clang-format -i $(sources)
 
 docs: .venv/.base ### after a change of a contract: generate tables, stubs and the C++ header
-	PYTHONPATH=. $(python) tests/generate_docs.py
+	PYTHONPATH=. $(python) bench/generate_docs.py
 
 bench: .venv/.bench ### every benchmark that needs no other program
 	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done

@@ -153,6 +153,14 @@ def environment(tmp_path):
 
 
 @pytest.fixture
+def without_vmap_fallback():
+    """Turn off PyTorch's loop over the batch for operators without a batching rule."""
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(True)
+
+
+@pytest.fixture
 def one_thread():
     """Compute on one thread: with small tensors, threads mostly wait for each other."""
     threads = torch.get_num_threads()

@@ -5,6 +5,7 @@ random inputs.
 the reference for derivatives too. They are simple, and therefore slow and need much memory.
 """
 
+import pytest
 import torch
 from torch.testing._internal.optests.generate_tests import ALL_TEST_UTILS
 
@@ -217,6 +218,51 @@ def assert_empty_slots_never_matter(function, empty, left_out, *values):
     assert torch.func.jvp(function, tuple(dirty), tuple(tangents))[1].isfinite().all()
 
 
+def assert_the_order_of_slots_only_rounds(function, *values, kind):
+    """Move the empty slots to the end of their rows, which changes no bit, and turn the rows round."""
+    tensors = *values, kind
+    order = torch.argsort((kind < 0).int(), dim=1, stable=True)
+    moved = [x[torch.arange(len(x))[:, None], order] for x in tensors]
+    expected = function(*tensors)
+    assert torch.equal(function(*moved), expected)
+    turned = function(*(x.flip(1) for x in tensors))
+    atol = 1e-13 * expected.abs().max().item()
+    torch.testing.assert_close(turned, expected, rtol=0, atol=atol)
+
+
+def assert_vmap_equals_a_loop(function, *items, constant):
+    """Compare vmap over items with a loop: with one last argument for all, and with one for each."""
+    dims = *(0 for _ in items), None
+    expected = torch.stack([function(*item, constant) for item in zip(*items)])
+    for chunk in (None, 2):
+        mapped = torch.vmap(function, dims, chunk_size=chunk)
+        assert torch.equal(mapped(*items, constant), expected)
+    constants = torch.stack([(1 + k) * constant for k in range(len(items[0]))])
+    expected = torch.stack([function(*item) for item in zip(*items, constants)])
+    assert torch.equal(torch.vmap(function)(*items, constants), expected)
+
+
+def assert_a_fourth_derivative_is_an_error(function, d, message):
+    """Check that `function` has three derivatives for d and no fourth, in both modes."""
+
+    def along(order):
+        """Return the derivative of this order along a line, as a function of its position."""
+        if order == 0:
+            return lambda t: function(d.detach() * (1 + t))
+        lower = along(order - 1)
+        return lambda t: torch.func.jvp(lower, (t,), (torch.ones_like(t),))[1]
+
+    zero = torch.zeros((), dtype=d.dtype)
+    assert along(3)(zero).abs().max() > 0
+    with pytest.raises(RuntimeError, match=message):
+        along(4)(zero)
+    derivative = function(d).sin().sum()
+    for _ in range(3):
+        (derivative,) = torch.autograd.grad(derivative.sin().sum(), d, create_graph=True)
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(derivative.sum(), d)
+
+
 def assert_modes_agree(scalar, *inputs, argument=0, **tolerance):
     """Compare third derivatives of a scalar, two of them in input 0, in all mixtures of modes."""
     rev, fwd = torch.func.jacrev, torch.func.jacfwd
@@ -232,17 +278,23 @@ def assert_modes_agree(scalar, *inputs, argument=0, **tolerance):
 
 
 def assert_compiles_and_exports(function, arguments, sizes, other):
-    """Compare torch.compile and torch.export with eager mode.
+    """Compare torch.compile, with one graph for all sizes, and torch.export with eager mode.
 
     Some arguments require a gradient. `sizes` are their dynamic shapes, and `other` arguments of
-    other sizes.
+    other sizes. All sizes differ, because torch.compile takes equal ones for one.
     """
-    leaves = [x for x in arguments if x.requires_grad]
+
+    def gradients(f, values):
+        values = [x.detach().requires_grad_(y.requires_grad) for x, y in zip(values, arguments)]
+        leaves = [x for x in values if x.requires_grad]
+        return torch.autograd.grad(f(*values).square().sum(), leaves)
+
+    torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
-    gradients = [
-        torch.autograd.grad(f(*arguments).square().sum(), leaves) for f in (compiled, function)
-    ]
-    assert_equal_lists(*gradients, rtol=1e-12, atol=1e-12)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for values in (arguments, other):
+            results = gradients(compiled, values)
+            assert_equal_lists(results, gradients(function, values), rtol=1e-12, atol=1e-12)
 
     class Module(torch.nn.Module):
         def forward(self, *arguments):

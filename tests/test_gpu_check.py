@@ -1,26 +1,21 @@
 """bench/gpu_check.py says what a fresh clone lacks, a line each and without a traceback."""
 
-import os
-import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[1]
 CHECK = ROOT / "bench" / "gpu_check.py"
 
 
-def lines(*folders, arguments=(), returncode=1):
+def lines(*folders):
     """Return what gpu_check.py prints in a Python that has only the packages in these folders."""
     path = ":".join(map(str, (ROOT, *folders)))
-    environment = os.environ | {"PYTHONPATH": path, "PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
-    command = [sys.executable, "-S", CHECK, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == returncode, run.stdout + run.stderr
-    assert all(line.startswith("gpu_check: ") for line in run.stderr.splitlines()), run.stderr
-    return run.stderr
+    variables = {"PYTHONPATH": path, "PATH": "/nowhere", "CUDA_HOME": "/nowhere"}
+    printed = run(sys.executable, "-S", CHECK, fails=True, **variables).stderr
+    assert all(line.startswith("gpu_check: ") for line in printed.splitlines()), printed
+    return printed
 
 
 def test_a_python_without_packages_is_told_each_of_them():
@@ -48,7 +43,5 @@ def test_a_pytorch_that_cannot_use_a_gpu_is_named(source, message, tmp_path):
 def test_the_packages_of_the_checkout_are_importable_without_an_installation(tmp_path):
     program = "import calcops.potentials, calcops.graph; print(calcops.potentials.__file__)"
     path = f"{ROOT}:{sysconfig.get_path('purelib')}"
-    command = [sys.executable, "-S", "-c", program]
-    environment = os.environ | {"PYTHONPATH": path}
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert run.stdout == f"{ROOT}/calcops/potentials/__init__.py\n", run.stderr
+    printed = run(sys.executable, "-S", "-c", program, cwd=tmp_path, PYTHONPATH=path).stdout
+    assert printed == f"{ROOT}/calcops/potentials/__init__.py\n"

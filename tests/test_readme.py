@@ -2,25 +2,18 @@
 
 import doctest
 import graphlib
-import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import ROOT, blocks, run
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md")]
 FOLDERS = ("_calcops_jit", "bench", "calcops", "contracts", "ops", "examples", "tests")
 for folder in FOLDERS:
     PAGES += ROOT.glob(f"{folder}/**/*.md")
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
-
-
-def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL)
 
 
 def without_code(text):
@@ -39,6 +32,15 @@ def test_examples_give_the_results_shown(page):
     result = doctest.testfile(str(ROOT / page), module_relative=False, encoding="utf-8")
     assert result.attempted >= 6
     assert result.failed == 0
+
+
+@pytest.mark.parametrize("page", ["calcops/deepmd/README.md", "calcops/nep/README.md"])
+def test_the_program_of_a_package_prints_what_is_shown(page, capsys, monkeypatch):
+    for module in ("ase", "vesin"):
+        pytest.importorskip(module)
+    monkeypatch.chdir(ROOT)
+    exec(blocks(page, "python")[0], {})
+    assert capsys.readouterr().out == blocks(page, "text")[1]
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -65,18 +67,8 @@ def test_the_program_in_cpp_builds_as_shown_and_prints_what_is_shown(tmp_path):
     (tmp_path / "host.cpp").write_text(program)
     assert ".venv/bin/python" in commands
     commands = commands.replace(".venv/bin/python", sys.executable)
-    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    environment["PYTHONPATH"] = str(ROOT)
-    run = subprocess.run(
-        ["bash", "-euc", commands],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == re.search(r"host +# (.*)", commands)[1]
+    printed = run("bash", "-euc", commands, cwd=tmp_path).stdout
+    assert printed.splitlines()[-1] == re.search(r"host +# (.*)", commands)[1]
 
 
 def test_the_headline_ratios_are_those_of_the_table():

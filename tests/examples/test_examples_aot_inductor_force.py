@@ -1,20 +1,18 @@
 """examples/aot_inductor_force: the C++ host's results of the package are those of the eager model.
 Its forces and virials are derivatives of the energy."""
 
-import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import reference
 import torch
+from programs import ROOT, assert_needs_no_python, blocks, run
 from torch._inductor import config
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "aot_inductor_force"
 sys.path.append(str(FOLDER))
 from calcops.nep import load as load_nep  # noqa: E402
@@ -24,10 +22,6 @@ from energy_model import EnergyModel  # noqa: E402
 # test_train_processes.py runs a package, and test_library.py a C++ host.
 pytestmark = pytest.mark.long
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | {
-    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-}
-
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
@@ -35,10 +29,7 @@ def build(tmp_path_factory):
 
 
 def make(build, *words):
-    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", *words]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return run("make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", *words)
 
 
 @pytest.fixture(scope="module", params=reference.DEVICES)
@@ -90,8 +81,7 @@ def test_the_host_runs_a_package_of_calcops_nep(ran, build):
     """Its ions are the first two of the file's three types."""
     model = load_nep(ROOT / "tests" / "packages" / "nep_models" / "nep4_types.txt")
     save(model, build / "nep.pt2")
-    command = [build / "host", build / "nep.pt2", "cpu", build / "nep_results.pt"]
-    subprocess.run(command, env=ENVIRONMENT, check=True)
+    run(build / "host", build / "nep.pt2", "cpu", build / "nep_results.pt")
     for types, list_neigh, Rij, *tensors in torch.load(build / "nep_results.pt"):
         eager = model(types, list_neigh, Rij, ghosts(types, list_neigh))
         for result, expected in zip(tensors[:5], eager, strict=True):
@@ -138,9 +128,7 @@ def test_the_lists_of_the_host_are_those_of_its_crystal(results):
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = blocks("examples/aot_inductor_force/README.md", "text")
     assert len(shown.splitlines()) == 6
     for line in shown.splitlines():
         assert re.sub(r"\S+ from eager", "", line) in ran.stdout
@@ -152,11 +140,7 @@ def test_no_tool_prints_a_warning(ran):
 
 
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
-    needed = subprocess.run(
-        ["ldd", build / "host"], env=ENVIRONMENT, capture_output=True, text=True
-    ).stdout
-    assert "libtorch_cpu" in needed
-    assert not re.search(r"libpython|libtorch_python|not found", needed)
+    assert_needs_no_python(build / "host")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the portable package is for x86-64")
@@ -172,9 +156,7 @@ def test_the_portable_package_gives_the_same_and_has_no_instruction_beyond_avx2(
     def registers_of_avx512(package):
         shutil.unpack_archive(package, f"{package}.d", "zip")
         (library,) = Path(f"{package}.d").rglob("*.so")
-        code = subprocess.run(
-            ["objdump", "-d", library], capture_output=True, text=True, check=True
-        ).stdout
+        code = run("objdump", "-d", library).stdout
         return re.findall(r"%zmm|%k[0-7]|[xy]mm(?:1[6-9]|2[0-9]|3[01])", code)
 
     assert atoms(ran)

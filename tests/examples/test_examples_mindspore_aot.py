@@ -2,7 +2,6 @@
 mindspore` has installed it."""
 
 import ctypes
-import os
 import re
 import signal
 import subprocess
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, assert_needs_no_python, blocks, run
 
 import calcops_jit
-from _calcops_jit import cuda
 
 pytestmark = pytest.mark.long  # a foreign program
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "mindspore_aot"
 MINDSPORE = ROOT / "build" / "mindspore" / "bin" / "python"
 
@@ -26,10 +24,7 @@ MINDSPORE = ROOT / "build" / "mindspore" / "bin" / "python"
 def libraries(tmp_path_factory):
     """Return {file name: path} of the libraries that build.py makes."""
     out = tmp_path_factory.mktemp("mindspore_aot")
-    command = [sys.executable, FOLDER / "build.py", "--out", out]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
+    result = run(sys.executable, FOLDER / "build.py", "--out", out)
     return {Path(line).name: line for line in result.stdout.splitlines()}
 
 
@@ -121,39 +116,31 @@ def test_force_is_calcops_force_with_its_gradients(call):
     assert torch.equal(of_Ri_d, expected_of_Ri_d)
 
 
-@pytest.mark.parametrize(
-    "dtypes, shapes, text",
-    [
-        (
-            ["string", "float32"],
-            [[2], [2]],
-            "LeakyRelu: expected a dtype that PyTorch has, got string",
-        ),
-        (["int32", "int32"], [[2], [2]], "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'"),
-        (["float32", "float32"], [[2], [3]], "expected `output` of Float [2], got Float [3]"),
-        (["float32", "float64"], [[2], [2]], "expected `output` of Float [2], got Double [2]"),
-        (
-            ["float32", "float32", "float32"],
-            [[2], [1], [2]],
-            "expected `negative_slope` of no dimensions, got [1]",
-        ),
-        (["float32"], [[2]], "LeakyRelu: expected 2 or 3 inputs and outputs, got 1"),
-        (["float32", "float32"], [[-1], [-1]], "expected known sizes for argument 0, got [-1]"),
-    ],
-)
-def test_errors_are_exceptions_with_a_text(libraries, dtypes, shapes, text):
+# {dtypes and sizes of the arguments, which have one dimension: the text of the exception}
+ERRORS = {
+    "string 2, float32 2": "LeakyRelu: expected a dtype that PyTorch has, got string",
+    "int32 2, int32 2": "LeakyRelu: \"leaky_relu_cpu\" not implemented for 'Int'",
+    "float32 2, float32 3": "expected `output` of Float [2], got Float [3]",
+    "float32 2, float64 2": "expected `output` of Float [2], got Double [2]",
+    "float32 2, float32 1, float32 2": "expected `negative_slope` of no dimensions, got [1]",
+    "float32 2": "LeakyRelu: expected 2 or 3 inputs and outputs, got 1",
+    "float32 -1, float32 -1": "expected known sizes for argument 0, got [-1]",
+}
+
+
+@pytest.mark.parametrize("arguments, text", ERRORS.items())
+def test_errors_are_exceptions_with_a_text(libraries, arguments, text):
     """No frame catches the exception here, so the C++ runtime prints its text."""
     script = f"""if True:
         from ctypes import *
-        dtypes, shapes = {dtypes}, {shapes}
+        dtypes, sizes = zip(*(words.split() for words in "{arguments}".split(", ")))
         n = len(dtypes)
         memory = (c_double * 4)()
-        sizes = [(c_int64 * len(shape))(*shape) for shape in shapes]
         CDLL("{libraries["leaky_relu_cpu.so"]}").LeakyRelu(
             n,
             (c_void_p * n)(*[addressof(memory)] * n),
-            (c_int * n)(*map(len, shapes)),
-            (POINTER(c_int64) * n)(*(cast(size, POINTER(c_int64)) for size in sizes)),
+            (c_int * n)(*[1] * n),
+            (POINTER(c_int64) * n)(*(pointer(c_int64(int(size))) for size in sizes)),
             (c_char_p * n)(*(dtype.encode() for dtype in dtypes)),
             None,
             None,
@@ -165,59 +152,14 @@ def test_errors_are_exceptions_with_a_text(libraries, dtypes, shapes, text):
 
 
 def test_the_libraries_need_no_python_and_no_search_path(libraries):
-    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    for library in libraries.values():
-        needed = subprocess.run(
-            ["ldd", library], capture_output=True, text=True, env=environment
-        ).stdout
-        assert "libtorch_cpu.so" in needed
-        assert "python" not in re.sub(r"=>.*", "", needed)
-        assert "not found" not in needed
+    assert_needs_no_python(*libraries.values())
 
 
-@pytest.mark.skipif(not cuda.find_toolkit()[0], reason="no nvcc for this PyTorch")
-def test_the_cuda_source_builds_without_a_gpu():
-    script = (
-        "import calcops_jit; print(calcops_jit.load('leaky_relu_gpu', "
-        f"['{FOLDER}/leaky_relu.cu']).path)"
-    )
-    environment = {"PYTHONPATH": str(ROOT), "CALCOPS_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    environment["CALCOPS_BUILD"] = "0"  # do not compile the project's operators for 9.0
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    assert result.returncode == 0, result.stderr
-    library = ctypes.CDLL(result.stdout.strip())
-    assert library.LeakyRelu
-    assert library.LeakyReluGrad
-    # The library has no kernels. It calls ATen's, which need libc10_cuda.so.
-    assert b"libc10_cuda.so" in Path(result.stdout.strip()).read_bytes()
-
-
-@pytest.fixture
-def mindspore():
-    """Return a function: mindspore(*arguments) runs its Python and returns the output."""
-    if not MINDSPORE.exists():
-        pytest.skip("MindSpore is not installed: make mindspore")
-
-    def run(*arguments):
-        environment = os.environ.copy()
-        environment.pop("LD_LIBRARY_PATH", None)
-        environment.pop("PYTHONPATH", None)
-        result = subprocess.run(
-            [MINDSPORE, *arguments], capture_output=True, text=True, env=environment
-        )
-        assert result.returncode == 0, result.stderr
-        return result.stdout
-
-    return run
-
-
-@pytest.mark.parametrize("place, name", enumerate(["run.py", "run_force.py"]))
-def test_mindspore_calls_the_operators_in_both_modes_and_trains(libraries, mindspore, place, name):
+@pytest.mark.skipif(not MINDSPORE.exists(), reason="MindSpore is not installed: make mindspore")
+@pytest.mark.parametrize("place, name", [(0, "run.py"), (1, "run_force.py")])
+def test_mindspore_calls_the_operators_in_both_modes_and_trains(libraries, place, name):
     """The README shows the output of graph mode. In PyNative mode, the error comes later."""
-    out = mindspore(FOLDER / name, Path(libraries["leaky_relu_cpu.so"]).parent)
-    outputs = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    shown = outputs[place]
+    folder = Path(libraries["leaky_relu_cpu.so"]).parent
+    out = run(MINDSPORE, FOLDER / name, folder, PYTHONPATH="").stdout
+    shown = blocks("examples/mindspore_aot/README.md", "text")[place]
     assert out == shown + shown.replace("from the call", "from asnumpy()")

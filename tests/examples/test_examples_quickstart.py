@@ -1,14 +1,12 @@
 """examples/quickstart.py has at most 100 lines and prints the published properties of silicon."""
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import ROOT, assert_shows_something, run
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart.py"
+QUICKSTART = ROOT / "examples" / "quickstart.py"
 for package in ("ase", "vesin", "matplotlib"):
     pytest.importorskip(package)
 
@@ -16,16 +14,7 @@ for package in ("ase", "vesin", "matplotlib"):
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Run the example as `make demo` does, but in an empty folder."""
-    environment = os.environ | {"PYTHONPATH": str(QUICKSTART.parent.parent)}
-    result = subprocess.run(
-        [sys.executable, QUICKSTART],
-        cwd=tmp_path_factory.mktemp("quickstart"),
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr
-    return result
+    return run(sys.executable, QUICKSTART, cwd=tmp_path_factory.mktemp("quickstart"))
 
 
 def number(ran, pattern):
@@ -57,14 +46,9 @@ def test_its_docstring_shows_its_output(ran):
 
 
 def test_it_draws_one_picture_and_prints_nothing_else(ran):
-    import matplotlib.image
-
     *rows, path = ran.stdout.splitlines()
     assert len(rows) == 4
-    picture = matplotlib.image.imread(path)[..., :3]
-    assert picture.shape[0] >= 500
-    assert picture.shape[1] >= 800
-    assert picture.std() > 0.1, "the picture is not blank"
+    assert_shows_something(path, 500, 800)
     noise = [line for line in ran.stderr.splitlines() if not line.startswith("calcops_jit: ")]
     assert noise == []
 

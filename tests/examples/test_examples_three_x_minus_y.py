@@ -1,23 +1,18 @@
 """examples/three_x_minus_y: its two builds, its output, and the operator in PyTorch's modes."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "three_x_minus_y"
 
 
-def run(*command, **options):
-    options.setdefault("env", os.environ | {"PYTHONPATH": str(ROOT)})
-    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, **options)
-    assert result.returncode == 0, result.stderr
+def python(*arguments, **options):
+    result = run(sys.executable, *arguments, **options)
     assert not re.search("warning|No CUDA", result.stderr, re.IGNORECASE), result.stderr
     return result.stdout
 
@@ -74,7 +69,7 @@ def test_the_module_compiles_and_exports_with_a_dynamic_size(example):
 
 
 def test_the_script_prints_results_checks_and_times():
-    out = run(FOLDER / "three_x_minus_y.py", "--size", "100")
+    out = python(FOLDER / "three_x_minus_y.py", "--size", "100")
     assert "cpu  Test()(x, y) = [2.0, 4.0]  gradients [3.0, 3.0] and [-1.0, -1.0]" in out
     rows = dict(re.findall(r"^(\S+) +((?:(?:pass|fail) *)+)$", out, re.MULTILINE))
     # Finite differences are right in float64, and in float32 only with a large eps.
@@ -97,12 +92,12 @@ def test_setuptools_makes_a_package_that_needs_no_calcops(tmp_path):
     )
     install = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
     install += ["--no-build-isolation", "--no-deps", "--no-index", "--target", tmp_path / "site"]
-    run(*install, tmp_path / "source", env=os.environ | {"MAX_JOBS": "2"})
+    python(*install, tmp_path / "source", MAX_JOBS="2", PYTHONPATH="")
     script = """if True:
         import sys, torch
         sys.modules["calcops_jit"] = None
         import test_cpp
         print(test_cpp.__file__, test_cpp.forward(torch.ones(2), torch.ones(2)).tolist(),
               [g.tolist() for g in test_cpp.backward(torch.ones(1))])"""
-    out = run("-c", script, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")})
+    out = python("-c", script, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert out.split(maxsplit=1) == [f"{tmp_path}/site/test_cpp.py", "[2.0, 2.0] [[3.0], [-1.0]]\n"]

@@ -5,32 +5,24 @@ import io
 import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import reference
 import torch
+from programs import ROOT, assert_needs_no_python, blocks, run
 
 import calcops_jit  # noqa: F401 - the archives need its operators
 
 # test_compat.py and test_force_pytorch.py have archives, and test_library.py a C++ host.
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "torchscript_force"
 ARCHIVES = ["scripted", "traced", "CalcOps_cuda", "CalcOps_cpu"]
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | {
-    "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-}
 
 
 def make(build, *words):
-    command = ["make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", *words]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
+    return run("make", "-C", FOLDER, f"PYTHON={sys.executable}", f"BUILD={build}", *words)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +109,7 @@ def test_no_tool_prints_a_warning(ran):
 
 
 def test_the_readme_shows_what_is_printed(ran):
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = blocks("examples/torchscript_force/README.md", "text")
     printed = (ran.stdout + ran.stderr).replace("on cuda,", "on cpu,")
     lines = [line for line in shown.splitlines() if line != "..."]
     assert len(lines) > 15
@@ -127,12 +117,7 @@ def test_the_readme_shows_what_is_printed(ran):
 
 
 def test_the_host_needs_neither_python_nor_ld_library_path(ran, build):
-    for host in ("host", "host_without"):
-        needed = subprocess.run(
-            ["ldd", build / host], env=ENVIRONMENT, capture_output=True, text=True
-        ).stdout
-        assert "libtorch_cpu" in needed
-        assert not re.search(r"libpython|libtorch_python|not found", needed)
+    assert_needs_no_python(build / "host", build / "host_without")
 
 
 def test_the_host_needs_the_linkers_no_as_needed_of_its_makefile(ran, build):
@@ -142,12 +127,8 @@ def test_the_host_needs_the_linkers_no_as_needed_of_its_makefile(ran, build):
     assert "-Wl,--no-as-needed" in line
     line = line.replace("-Wl,--no-as-needed", "-Wl,--as-needed")
     line = line.replace(f"{build}/host ", f"{build}/dropped ")
-    subprocess.run(["bash", "-c", line], cwd=FOLDER, env=ENVIRONMENT, check=True)
-    result = subprocess.run(
-        [build / "dropped", build / "scripted.pt"], capture_output=True, text=True
-    )
-    assert result.returncode == 1
-    assert "Unknown builtin op" in result.stderr
+    run("bash", "-c", line, cwd=FOLDER)
+    assert "Unknown builtin op" in run(build / "dropped", build / "scripted.pt", fails=True).stderr
 
 
 def test_cmake_builds_the_same_host_and_looks_for_no_cuda_toolkit(ran, build):
@@ -165,16 +146,12 @@ def test_the_host_builds_from_an_exported_folder_with_pkg_config(ran, build):
     """pkg-config's flags preprocess the host, and its libraries link the compiled object."""
     if not shutil.which("pkg-config"):
         pytest.skip("pkg-config is not installed")
-    export = [sys.executable, "-m", "calcops_jit", "export", build / "calcops"]
-    subprocess.run(export, env=ENVIRONMENT, check=True, capture_output=True)
+    run(sys.executable, "-m", "calcops_jit", "export", build / "calcops")
     cxx = os.environ.get("CXX", "g++")
     command = f"""
         {cxx} -std=c++20 -M host.cpp $(pkg-config --cflags calcops) | grep -q {build}/calcops/.*/calcops.h &&
         {cxx} {build}/host.o -o {build}/exported $(pkg-config --libs calcops)"""
-    environment = ENVIRONMENT | {"PKG_CONFIG_PATH": f"{build}/calcops/lib/pkgconfig"}
-    subprocess.run(command, shell=True, cwd=FOLDER, env=environment, check=True)
-    result = subprocess.run(
-        [build / "exported", build / "scripted.pt"], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    packages = f"{build}/calcops/lib/pkgconfig"
+    run("bash", "-c", command, cwd=FOLDER, PKG_CONFIG_PATH=packages)
+    result = run(build / "exported", build / "scripted.pt")
     assert numbers(result.stdout)["force"].tolist() == first_forces(ran.stdout)

@@ -1,19 +1,16 @@
 """examples/warp_perspective: the page is straightened, and two views are registered to 1/20 of a
 pixel."""
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, assert_shows_something, blocks, run
 
 for package in ("matplotlib", "skimage"):
     pytest.importorskip(package)
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "warp_perspective"
 sys.path.append(str(FOLDER))
 from register import error, register, views  # noqa: E402
@@ -37,33 +34,23 @@ def test_the_ruled_lines_of_the_page_are_rows_of_the_result():
         assert row[line - 4 : line + 5].min() < min(row[line - 12], row[line + 12]) - 15
 
 
-def run(script, folder):
-    command = [sys.executable, FOLDER / script, folder]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    import matplotlib.image
-
-    picture = matplotlib.image.imread(result.stdout.splitlines()[-1])[..., :3]
-    assert picture.shape[0] >= 200
-    assert picture.shape[1] >= 900
-    assert picture.std() > 0.1, "the picture is not blank"
-    return result.stdout
+def drawn(script, folder):
+    printed = run(sys.executable, FOLDER / script, folder).stdout
+    assert_shows_something(printed.splitlines()[-1], 200, 900)
+    return printed
 
 
 def test_the_photograph_is_drawn_before_and_after(tmp_path):
-    run("straighten.py", tmp_path)
+    drawn("straighten.py", tmp_path)
 
 
 def test_views_40_pixels_apart_are_registered_to_a_twentieth_as_the_readme_shows(tmp_path):
-    printed = run("register.py", tmp_path)
+    printed = drawn("register.py", tmp_path)
     starts = [float(x) for x in re.findall(r"from +(\S+) pixels off", printed)]
     assert len(starts) == 5
     assert starts[0] >= 40
     assert float(re.search(r"registered: (\S+) pixels off", printed)[1]) < 0.05
-    (shown,) = re.findall(
-        r"^```text\n(.*?)^```", (FOLDER / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (shown,) = blocks("examples/warp_perspective/README.md", "text")
     for line in shown.splitlines():
         assert re.sub(r"[\d.]+ pixels off", "", line).rstrip() in printed
 

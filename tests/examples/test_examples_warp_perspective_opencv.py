@@ -1,26 +1,17 @@
 """examples/warp_perspective_opencv: its three builds, its errors, and its result beside that of
 calcops.warp_perspective."""
 
-import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run
 
 import calcops_jit
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "warp_perspective_opencv"
-
-
-def run(*command, **environment):
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    assert result.returncode == 0, result.stderr or result.stdout
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +29,7 @@ def library():
 @pytest.fixture(scope="module")
 def printed(library, tmp_path_factory):
     out = tmp_path_factory.mktemp("opencv")
-    result = run(
-        sys.executable, FOLDER / "warp_perspective_opencv.py", "--out", out, PYTHONPATH=str(ROOT)
-    )
+    result = run(sys.executable, FOLDER / "warp_perspective_opencv.py", "--out", out)
     assert "Warning" not in result.stderr
     return result.stdout, out
 
@@ -87,39 +76,20 @@ def test_strided_tensors_give_the_result_of_contiguous_ones(library, change):
 
 
 @pytest.mark.parametrize(
-    "image, warp, dsize, text",
+    "changes, text",
     [
-        (
-            torch.ones(4, 4).double(),
-            torch.eye(3),
-            [8, 8],
-            "expected `image` of dtype Float, got Double",
-        ),
-        (torch.ones(4, 4), torch.eye(3).int(), [8, 8], "expected `warp` of dtype Float, got Int"),
-        (
-            torch.ones(4, 4, 3),
-            torch.eye(3),
-            [8, 8],
-            r"expected `image` of two dimensions, got \[4, 4, 3\]",
-        ),
-        (
-            torch.ones(4, 4),
-            torch.eye(4),
-            [8, 8],
-            r"expected `warp` of shape \[3, 3\], got \[4, 4\]",
-        ),
-        (torch.ones(0, 4), torch.eye(3), [8, 8], r"expected `image` with pixels, got \[0, 4\]"),
-        (
-            torch.ones(4, 4),
-            torch.eye(3),
-            [8, 0],
-            r"expected `dsize` of positive numbers, got \[8, 0\]",
-        ),
+        ({"image": torch.ones(4, 4).double()}, "expected `image` of dtype Float, got Double"),
+        ({"warp": torch.eye(3).int()}, "expected `warp` of dtype Float, got Int"),
+        ({"image": torch.ones(4, 4, 3)}, "expected `image` of two dimensions, got [4, 4, 3]"),
+        ({"warp": torch.eye(4)}, "expected `warp` of shape [3, 3], got [4, 4]"),
+        ({"image": torch.ones(0, 4)}, "expected `image` with pixels, got [0, 4]"),
+        ({"dsize": [8, 0]}, "expected `dsize` of positive numbers, got [8, 0]"),
     ],
 )
-def test_arguments_that_opencv_would_misread_are_refused(library, image, warp, dsize, text):
-    with pytest.raises(RuntimeError, match=text):
-        library.warp_perspective(image, warp, dsize)
+def test_arguments_that_opencv_would_misread_are_refused(library, changes, text):
+    good = {"image": torch.ones(4, 4), "warp": torch.eye(3), "dsize": [8, 8]}
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        library.warp_perspective(*(good | changes).values())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -140,10 +110,8 @@ def test_the_script_prints_differences_graphs_and_the_output_of_the_program(prin
 
 
 def test_without_opencv_one_line_says_what_to_install():
-    command = [sys.executable, FOLDER / "warp_perspective_opencv.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": "/nowhere"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 1
+    script = FOLDER / "warp_perspective_opencv.py"
+    result = run(sys.executable, script, PATH="/nowhere", fails=True)
     assert result.stdout == ""
     assert re.fullmatch(
         r"skipped: no OpenCV headers; apt-get install .*libopencv-dev.*\n", result.stderr
@@ -154,9 +122,8 @@ def test_setuptools_makes_a_library(printed, tmp_path):
     shutil.copytree(
         FOLDER, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__", "build")
     )
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path]
-    result = subprocess.run(build, cwd=tmp_path / "source", capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    setup = "setup.py", "-q", "build_ext", "--build-lib", tmp_path
+    run(sys.executable, *setup, cwd=tmp_path / "source")
     assert_loads(tmp_path / "warp_perspective.so")
 
 

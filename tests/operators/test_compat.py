@@ -86,21 +86,12 @@ def test_vmap_equals_a_loop(device):
 
 
 class FourTensors(torch.nn.Module):
-    def forward(
-        self, list_neigh: torch.Tensor, dE: torch.Tensor, Ri_d: torch.Tensor, F: torch.Tensor
-    ):
+    def forward(self, list_neigh, dE, Ri_d, F):
         return torch.ops.CalcOps_cuda.calculateForce(list_neigh, dE, Ri_d, F)[0]
 
 
 class FiveTensors(torch.nn.Module):
-    def forward(
-        self,
-        list_neigh: torch.Tensor,
-        dE: torch.Tensor,
-        Ri_d: torch.Tensor,
-        F: torch.Tensor,
-        nghost: torch.Tensor,
-    ):
+    def forward(self, list_neigh, dE, Ri_d, F, nghost):
         return torch.ops.CalcOps_cpu.calculateForce(list_neigh, dE, Ri_d, F, nghost)[0]
 
 

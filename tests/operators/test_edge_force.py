@@ -2,13 +2,12 @@
 wrong entries, derivatives, memory, and PyTorch's other modes."""
 
 import itertools
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from reference import assert_equal_lists, graph, opcheck, order_reference, pairs
+from programs import run
+from reference import assert_compiles_and_exports, assert_equal_lists, graph, opcheck, pairs
 from torch.autograd import gradcheck, gradgradcheck
 
 from calcops_jit import (
@@ -190,11 +189,6 @@ def test_more_edges_than_an_order_can_count_are_refused(edges):
         edge_force(edge_index, torch.zeros(1, 3).expand(edges, 3), 7, edge_order=order)
 
 
-def test_the_order_lists_the_ends_of_each_atom(device):
-    edge_index = graph(device=device)[0]
-    assert torch.equal(edge_order(edge_index, 7).cpu(), order_reference(edge_index.cpu(), 7))
-
-
 def test_an_order_changes_no_bit_and_calcops_check_refuses_one_of_another_graph(
     device, monkeypatch
 ):
@@ -247,8 +241,7 @@ def test_third_derivatives_equal_the_reference(device):
 
 @pytest.mark.parametrize("size", [0, 1, 3])
 @pytest.mark.parametrize("mapped", ["all", "graph", "values", "batch"])
-def test_vmap_gives_what_a_loop_gives(device, mapped, size):
-    torch._C._functorch._set_vmap_fallback_enabled(False)
+def test_vmap_gives_what_a_loop_gives(device, mapped, size, without_vmap_fallback):
     graphs = [graph(device=device, seed=seed) for seed in range(max(size, 1))]
     tensors = [(edge_index, g, v, batch) for edge_index, g, v, _, batch, _ in graphs]
     stacks = [torch.stack(x)[:size] for x in zip(*tensors)]
@@ -404,55 +397,48 @@ for call, size in (
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     call()
 """
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    run(sys.executable, "-c", code, OMP_NUM_THREADS="1")
+
+
+# {call: the argument whose size the error names, and this size}
+TOO_LARGE = {
+    "edge_force(index, edges, 2**40)": ("natoms", 2**40),
+    "edge_force_virial(index, edges, edges, 2**33)": ("natoms", 2**33),
+    "edge_force_virial(index, edges, edges, 2, nframes=2**33)": ("nframes", 2**33),
+    "edge_order(index, 2**33)": ("natoms", 2**33),
+    "edge_order(index.int(), 2**40)": ("natoms", 2**40),
+    "force(*pairs, 2**33)": ("nghost", 2**33),
+    "force(*pairs, 600_000_000)": (
+        "nghost",
+        600_000_000,
+    ),  # suffices for the result, not for the sums
+    "force_virial(*pairs, torch.ones(1, 1, 1, 3), 2**40)": ("nghost", 2**40),
+    "neighbor_index(list_neigh, 2**33)": ("nghost", 2**33),
+}
 
 
 def test_too_little_memory_is_an_error_that_names_the_size():
-    code = """
+    code = f"""
 import resource, torch
-from calcops_jit import edge_force, edge_force_virial, edge_order, force, force_virial, neighbor_index
+from calcops_jit import *
 resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
 index, edges, list_neigh = torch.tensor([[0], [1]]), torch.ones(1, 3), torch.zeros(1, 1, 1, dtype=torch.int32)
 pairs = list_neigh, torch.ones(1, 1, 1, 4), torch.ones(1, 1, 4, 3)
-for call in (
-    lambda: edge_force(index, edges, 2**40),
-    lambda: edge_force_virial(index, edges, edges, 2**33),
-    lambda: edge_force_virial(index, edges, edges, 2, nframes=2**33),
-    lambda: edge_order(index, 2**33),
-    lambda: edge_order(index.int(), 2**40),
-    lambda: force(*pairs, 2**33),
-    lambda: force(*pairs, 600_000_000),  # memory for the result, not for the sums
-    lambda: force_virial(*pairs, torch.ones(1, 1, 1, 3), 2**40),
-    lambda: neighbor_index(list_neigh, 2**33),
-):
+for call in {[*TOO_LARGE]}:
     try:
-        call()
+        eval(call)
     except RuntimeError as error:
         print(str(error).splitlines()[0])
 """
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    sizes = [
-        ("edge_force", "natoms", 2**40),
-        ("edge_force_virial", "natoms", 2**33),
-        ("edge_force_virial", "nframes", 2**33),
-        ("edge_order", "natoms", 2**33),
-        ("edge_order", "natoms", 2**40),
-        ("force", "nghost", 2**33),
-        ("force", "nghost", 600_000_000),
-        ("force_virial", "nghost", 2**40),
-        ("neighbor_index", "nghost", 2**33),
-    ]
-    assert run.stdout.splitlines() == [
-        f"calcops::{operator}: expected `{argument}` for which memory suffices, got {size}"
-        for operator, argument, size in sizes
+    printed = run(sys.executable, "-c", code).stdout
+    assert printed.splitlines() == [
+        f"calcops::{call.partition('(')[0]}: expected `{argument}` for which memory suffices, got {size}"
+        for call, (argument, size) in TOO_LARGE.items()
     ]
 
 
 @pytest.mark.filterwarnings("error")
-def test_vmap_of_edge_order_and_neighbor_index_equals_a_loop_without_a_warning():
-    torch._C._functorch._set_vmap_fallback_enabled(False)
+def test_vmap_of_edge_order_and_neighbor_index_equals_a_loop(without_vmap_fallback):
     lists = torch.randint(-1, 7, (3, 2, 4, 5))
     for function in (lambda x: edge_order(x.flatten(1), 7), lambda x: neighbor_index(x, 3)):
         expected = torch.stack([function(x) for x in lists])
@@ -483,21 +469,6 @@ def force_matching(edge_index, g, v, positions):
     return F + positions, W
 
 
-def test_compile_makes_one_graph_for_all_sizes_with_the_results_and_gradients_of_eager(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(force_matching, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for natoms, edges in ((7, 23), (9, 40), (11, 31)):
-            edge_index, g, v, *_ = differentiable_graph(natoms=natoms, edges=edges, device=device)
-            positions = torch.zeros(natoms, 3, dtype=torch.float64, device=device)
-            results = []
-            for function in (compiled, force_matching):
-                F, W = function(edge_index, g, v, positions)
-                gradients = torch.autograd.grad(F.square().sum() + W.square().sum(), (g, v))
-                results.append((F, W, *gradients))
-            assert_equal_lists(*results, rtol=1e-12, atol=1e-12)
-
-
 def test_compile_takes_an_unbacked_number_of_edges():
     torch._dynamo.reset()
     edge_index, g, v, *_ = graph()
@@ -509,21 +480,16 @@ def test_compile_takes_an_unbacked_number_of_edges():
     assert_equal_lists(compiled(edge_index, g, v, positions), expected, rtol=0, atol=0)
 
 
-def test_an_exported_program_runs_at_other_sizes():
-    class Model(torch.nn.Module):
-        def forward(self, *inputs):
-            return force_matching(*inputs)
-
-    def example(natoms, edges):
-        edge_index, g, v, *_ = graph(natoms=natoms, edges=edges)
-        return edge_index, g, v, torch.zeros(natoms, 3, dtype=torch.float64)
+def test_compiled_and_exported_programs_equal_eager_at_other_sizes(device):
+    def example(natoms, count):
+        edge_index, g, v, *_ = differentiable_graph(natoms=natoms, edges=count, device=device)
+        return edge_index, g, v, torch.zeros(natoms, 3, dtype=torch.float64, device=device)
 
     edges = torch.export.Dim("edges", min=2)
-    atoms = torch.export.Dim("atoms", min=2)
-    shapes_of_inputs = ({1: edges}, {0: edges}, {0: edges}, {0: atoms})
-    # The model takes *inputs, which is one argument for torch.export.
-    shapes = (shapes_of_inputs,)
-    program = torch.export.export(Model(), example(7, 23), dynamic_shapes=shapes)
-    for sizes in ((7, 23), (3, 90), (20, 5)):
-        inputs = example(*sizes)
-        assert_equal_lists(program.module()(*inputs), force_matching(*inputs), rtol=0, atol=0)
+    sizes = {1: edges}, {0: edges}, {0: edges}, {0: torch.export.Dim("atoms", min=2)}
+    assert_compiles_and_exports(
+        lambda *inputs: torch.cat([x.flatten() for x in force_matching(*inputs)]),
+        example(7, 23),
+        sizes,
+        example(20, 90),
+    )

@@ -206,36 +206,30 @@ def test_every_output_and_gradient_is_written(device):
 
 def test_an_error_names_the_argument_its_rule_and_its_value():
     list_neigh, dE, Ri_d, Rij = pairs()
-    wrong = {
-        "`list_neigh` int32 or int64, got Float": (list_neigh.float(), dE, Ri_d, Rij),
-        "`list_neigh` of shape [B, n, K] or [B, n, T, M], got [5, 7]": (
-            list_neigh[0],
-            dE,
-            Ri_d,
-            Rij,
-        ),
-        "`nghost` >= 0, got -1": (list_neigh, dE, Ri_d, Rij, -1),
-        "`dE` float32 or float64, got Half": (list_neigh, dE.half(), Ri_d, Rij),
+    good = dict(list_neigh=list_neigh, dE=dE, Ri_d=Ri_d, Rij=Rij, nghost=2)
+    sizes = "[B, n, K] = [3, 5, 7]"
+    for bad, text in (
+        ({"list_neigh": list_neigh.float()}, "`list_neigh` int32 or int64, got Float"),
         (
-            "`dE` of shape [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K], [B, n, K] = "
-            "[3, 5, 7], got [3, 5, 6, 4]"
-        ): (list_neigh, dE[:, :, 1:], Ri_d, Rij),
-        "`Ri_d` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d.float(), Rij),
-        (
-            "`Ri_d` of shape [B, n, 4K, 3] or [B, n, K, 4, 3], [B, n, K] = [3, 5, "
-            "7], got [3, 5, 3, 28]"
-        ): (list_neigh, dE, Ri_d.transpose(2, 3), Rij),
-        "`Rij` of shape [B, n, K, 3] = [3, 5, 7, 3], got [3, 5, 7]": (
-            list_neigh,
-            dE,
-            Ri_d,
-            Rij[..., 0],
+            {"list_neigh": list_neigh[0]},
+            "`list_neigh` of shape [B, n, K] or [B, n, T, M], got [5, 7]",
         ),
-        "`Rij` of dtype Double like `dE`, got Float": (list_neigh, dE, Ri_d, Rij.float()),
-    }
-    for text, arguments in wrong.items():
+        ({"nghost": -1}, "`nghost` >= 0, got -1"),
+        ({"dE": dE.half()}, "`dE` float32 or float64, got Half"),
+        (
+            {"dE": dE[:, :, 1:]},
+            f"`dE` of shape [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K], {sizes}, got [3, 5, 6, 4]",
+        ),
+        ({"Ri_d": Ri_d.float()}, "`Ri_d` of dtype Double like `dE`, got Float"),
+        (
+            {"Ri_d": Ri_d.transpose(2, 3)},
+            f"`Ri_d` of shape [B, n, 4K, 3] or [B, n, K, 4, 3], {sizes}, got [3, 5, 3, 28]",
+        ),
+        ({"Rij": Rij[..., 0]}, "`Rij` of shape [B, n, K, 3] = [3, 5, 7, 3], got [3, 5, 7]"),
+        ({"Rij": Rij.float()}, "`Rij` of dtype Double like `dE`, got Float"),
+    ):
         with pytest.raises(RuntimeError) as caught:
-            force_virial(*(arguments if len(arguments) == 5 else (*arguments, 2)))
+            force_virial(**good | bad)
         assert str(caught.value).splitlines()[0] == "calcops::force_virial: expected " + text
     for argument in range(4):
         mixed = [list_neigh, dE, Ri_d, Rij]

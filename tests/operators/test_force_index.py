@@ -4,7 +4,6 @@ import pytest
 import torch
 from kernels import launches
 from reference import assert_equal_lists, differentiable_pairs, index_reference, pairs
-from torch.library import opcheck
 
 from calcops_jit import force, force_virial, neighbor_index
 
@@ -83,14 +82,7 @@ def test_an_index_of_wrong_values_never_reads_out_of_bounds(device):
         assert all(x.isfinite().all() for x in outputs)
 
 
-@pytest.fixture
-def no_vmap_fallback():
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    yield
-    torch._C._functorch._set_vmap_fallback_enabled(True)
-
-
-def test_vmap_takes_the_index(device, no_vmap_fallback):
+def test_vmap_takes_the_index(device, without_vmap_fallback):
     list_neigh, dE, Ri_d, Rij = pairs(device=device)
     index = neighbor_index(list_neigh, 2)
     expected = force_virial(list_neigh, dE, Ri_d, Rij, 2)
@@ -108,14 +100,6 @@ def test_vmap_takes_the_index(device, no_vmap_fallback):
     mapped = torch.vmap(of_values)(torch.stack([dE, 2 * dE]))
     expected = [torch.stack(x) for x in zip(expected, of_values(2 * dE))]
     assert_equal_lists(mapped, expected, rtol=0, atol=0)
-
-
-def test_opcheck_passes_with_an_index(device):
-    list_neigh, *leaves = differentiable_pairs(device=device)
-    index = neighbor_index(list_neigh, 2)
-    opcheck(neighbor_index, (list_neigh, 2))
-    opcheck(force, (list_neigh, *leaves[:2], 2), {"neighbor_index": index})
-    opcheck(force_virial, (list_neigh, *leaves, 2), {"neighbor_index": index})
 
 
 def test_with_an_index_a_call_launches_at_most_two_kernels():

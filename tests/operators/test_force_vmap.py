@@ -12,15 +12,7 @@ from reference import SMALL, assert_equal_lists, neighbor_force, pairs, scalar_o
 from calcops_jit import force, force_virial
 
 backward = torch.ops.calcops._force_virial_backward
-pytestmark = pytest.mark.filterwarnings("error")
-
-
-@pytest.fixture(autouse=True)
-def without_fallback():
-    """Turn off PyTorch's loop over the batch for operators without a batching rule."""
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    yield
-    torch._C._functorch._set_vmap_fallback_enabled(True)
+pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("without_vmap_fallback")]
 
 
 def stacked(device, size=4):
@@ -81,14 +73,6 @@ def test_gradients_of_any_subset_equal_the_reference(device, batched):
 
     expected = gradients(reference.force_virial)
     assert_equal_lists(gradients(force_virial), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_vmap_of_grad_over_lists_and_values_equals_a_loop(device):
-    stack, _ = stacked(device)
-    gradient = torch.func.grad(lambda *x: scalar_of(force_virial, x[0])(*x[1:]), argnums=(1, 2, 3))
-    loop = [gradient(*x) for x in zip(*stack)]
-    expected = [torch.stack(x) for x in zip(*loop)]
-    assert_equal_lists(torch.vmap(gradient)(*stack), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_vmap_of_vmap_over_other_subsets_and_dimensions_equals_a_loop(device):

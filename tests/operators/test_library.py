@@ -4,14 +4,13 @@ sources."""
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import generate_docs
 import pytest
 import torch
-from test_layout import ROOT, name
+from programs import ROOT, blocks, run
+from test_layout import name
 from torch.utils import cpp_extension
 
 import calcops_jit
@@ -25,10 +24,7 @@ def test_every_unit_compiles_without_a_warning():
     """
     # With a larger heap, GCC collects garbage less often and compiles faster.
     flags = "-O0 -Wextra -Werror --param=ggc-min-heapsize=1048576"
-    environment = os.environ | {"CALCOPS_CUDA": "0", "CALCOPS_CFLAGS": flags}
-    command = [sys.executable, "-m", "calcops_jit", "build"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run(sys.executable, "-m", "calcops_jit", "build", CALCOPS_CUDA="0", CALCOPS_CFLAGS=flags)
 
 
 @pytest.mark.long
@@ -44,19 +40,16 @@ def test_the_runtime_compiles_without_a_warning():
     ]
     options += ["-isystem", torch_headers, "-isystem", torch_headers / "torch/csrc/api/include"]
     units = runtime / "runtime.cpp", runtime / "registry.cpp"
-    command = [os.environ.get("CXX", "g++"), *options, *units]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run(os.environ.get("CXX", "g++"), *options, *units)
 
 
 def test_the_operator_of_the_readme_builds_and_has_every_derivative(tmp_path):
-    readme = (ROOT / "ops" / "README.md").read_text()
     (tmp_path / "weighted_sum").mkdir()
-    source = re.search(r"```cpp\n(.+?)```", readme, re.S)[1]
+    source = blocks("ops/README.md", "cpp")[0]
     (tmp_path / "weighted_sum" / "weighted_sum.cpp").write_text(source)
     assert len(source.splitlines()) <= 80
     if toolkit.find_toolkit()[0]:
-        kernels = re.search(r"```cuda\n(.+?)```", readme, re.S)[1]
+        kernels = blocks("ops/README.md", "cuda")[0]
         (tmp_path / "weighted_sum" / "weighted_sum.cu").write_text(kernels)
     script = """
 import sys, torch
@@ -79,15 +72,15 @@ try:
 except RuntimeError as error:
     print(str(error).splitlines()[0])
 """
-    environment = os.environ | {"CALCOPS_BUILD": "0"}
-    command = [sys.executable, "-c", script, tmp_path]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    done = run(sys.executable, "-c", script, tmp_path, CALCOPS_BUILD="0")
     expected = "weighted::weighted_sum: expected `weights` of shape [N, K] = [3, 4], got [2, 4]"
-    assert run.stdout.splitlines()[-1] == expected
+    assert done.stdout.splitlines()[-1] == expected
 
 
-def test_generated_documentation_is_up_to_date():
+def test_generated_documentation_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import generate_docs
+
     assert [name(path) for path in generate_docs.stale()] == [], "make docs"
 
 
@@ -104,9 +97,7 @@ def test_every_operator_is_documented():
 
 
 def test_the_library_needs_no_python_and_finds_torch_by_its_rpath():
-    dynamic = subprocess.run(
-        ["readelf", "-d", calcops_jit.library_path()], capture_output=True, text=True, check=True
-    ).stdout
+    dynamic = run("readelf", "-d", calcops_jit.library_path()).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     allowed = (
         r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart"
@@ -151,11 +142,8 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
     command += [f"-I{ROOT / '_calcops_jit/include'}", "-isystem", f"{torch_folder}/include"]
     command += ["host.cpp", "-o", "host", f"-L{torch_folder}/lib"]
     command += [f"-Wl,-rpath,{torch_folder}/lib", "-ltorch_cpu", "-lc10", "-ldl"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    result = subprocess.run(
-        [tmp_path / "host", calcops_jit.library_path()], capture_output=True, text=True
-    )
+    run(*command, cwd=tmp_path)
+    result = run(tmp_path / "host", calcops_jit.library_path())
     # The forces of both pairs cancel. calculateForce adds the neighbours' part, 2, to 7.
     assert result.stdout.split() == ["0", "4", "2", "9", "5", "7"], result.stderr
 
@@ -197,22 +185,9 @@ def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
     test_cuda.py compiles with the standard of the installed PyTorch.
     """
     ptx = tmp_path / "out.ptx"
-    command = [
-        NVCC,
-        "-ptx",
-        "-std=c++17",
-        "-arch=compute_80",
-        "-Werror",
-        "all-warnings",
-        "-I",
-        str(OPS),
-    ]
+    options = "-ptx -std=c++17 -arch=compute_80 -Werror all-warnings".split()
     # LD_PRELOAD holds a sanitizer in some runs of the tests; nvcc runs without it.
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    run = subprocess.run(
-        [*command, str(source), "-o", str(ptx)], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run(NVCC, *options, "-I", OPS, source, "-o", ptx, LD_PRELOAD="")
     atomics = re.findall(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", ptx.read_text(), re.MULTILINE)
     assert not [name for name in atomics if re.search(r"\.b?f(16|32|64)", name)], set(atomics)
     # Shows that the pattern matches: a source with atomics has some in its PTX.
@@ -221,9 +196,5 @@ def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_sanitizer_says_so_and_skips():
-    command = [sys.executable, ROOT / "bench" / "gpu_check.py", "sanitize"]
-    run = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    assert run.returncode == 0
-    assert run.stdout == "gpu_check: skipped, no GPU is visible to PyTorch\n"
+    printed = run(sys.executable, ROOT / "bench" / "gpu_check.py", "sanitize").stdout
+    assert printed == "gpu_check: skipped, no GPU is visible to PyTorch\n"

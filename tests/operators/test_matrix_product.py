@@ -4,7 +4,12 @@ transforms, errors."""
 import pytest
 import torch
 from fuzz import DTYPES, check_calls
-from reference import assert_compiles_and_exports, assert_strides_and_threads_change_no_bit, opcheck
+from reference import (
+    assert_compiles_and_exports,
+    assert_strides_and_threads_change_no_bit,
+    assert_vmap_equals_a_loop,
+    opcheck,
+)
 
 import calcops_jit
 
@@ -61,12 +66,7 @@ def test_nan_and_infinity_reach_only_their_row_and_column():
 
 def test_vmap_over_rows_and_over_weights_equals_a_loop():
     x, weights = inputs(12)
-    x = x.view(3, 4, 16)
-    expected = torch.stack([matrix_product(item, weights) for item in x])
-    assert torch.equal(torch.vmap(matrix_product, (0, None))(x, weights), expected)
-    stacked = torch.stack([weights, 2 * weights, 3 * weights])
-    expected = torch.stack([matrix_product(*item) for item in zip(x, stacked)])
-    assert torch.equal(torch.vmap(matrix_product)(x, stacked), expected)
+    assert_vmap_equals_a_loop(matrix_product, x.view(3, 4, 16), constant=weights)
 
 
 def test_opcheck_compile_and_export_pass_with_dynamic_sizes():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "calcops" / "lammps"
 HOMES = [
     home
@@ -36,27 +36,17 @@ SILICON += "mass 1 28.06\nvelocity all create 1000.0 376847 loop geom\ntimestep 
 THERMO = "thermo_style custom step temp pe etotal press\nthermo_modify norm no format float %.17g\n"
 
 
-def build(folder=None):
+def build():
     """Build the plugin if one of its sources has changed, and return its path.
 
-    The default folder stays between runs of the tests.
+    The folder stays between runs of the tests.
     """
-    folder = folder or ROOT / ".pytest_cache" / "lammps"
+    folder = ROOT / ".pytest_cache" / "lammps"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [
-            "make",
-            "-C",
-            FOLDER,
-            "plugin",
-            f"PYTHON={sys.executable}",
-            f"LAMMPS={HOME}",
-            f"BUILD={folder}",
-        ]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
+        variables = f"PYTHON={sys.executable}", f"LAMMPS={HOME}", f"BUILD={folder}"
+        run("make", "-C", FOLDER, "plugin", *variables)
     return folder / "calcopsplugin.so"
 
 

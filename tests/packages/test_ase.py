@@ -1,15 +1,13 @@
 """calcops/ase: results against ASE's Lennard-Jones, refusals, reuse of neighbour lists, second
 derivatives, and the script properties.py."""
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import ROOT, assert_shows_something, blocks, run
 from reference import DEVICES
 
 for name in ("ase", "vesin", "matplotlib", "tqdm"):
@@ -19,9 +17,6 @@ from ase import Atoms, units  # noqa: E402
 from ase.build import bulk, fcc111, molecule  # noqa: E402
 from ase.calculators.calculator import PropertyNotImplementedError  # noqa: E402
 from ase.calculators.lj import LennardJones as AseLennardJones  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "calcops" / "ase"
 from calcops.ase.calculator import CalcOps  # noqa: E402
 from calcops.ase.second_derivatives import elastic_constants, phonons, response  # noqa: E402
 from calcops.potentials.lennard_jones import LennardJones  # noqa: E402
@@ -324,19 +319,9 @@ def test_phonons_do_not_depend_on_the_supercell_and_are_those_of_ase(tmp_path):
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     out = tmp_path_factory.mktemp("silicon")
+    words = ROOT / "examples/train_potential/properties.py", "--steps", "300", "--out", out
     # Threads of scipy that wait for each other would take minutes on a busy machine.
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        ROOT / "examples/train_potential/properties.py",
-        "--steps",
-        "300",
-        "--out",
-        out,
-    ]
-    result = subprocess.run(command, cwd=out, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return run(sys.executable, *words, cwd=out, OPENBLAS_NUM_THREADS="1").stdout
 
 
 def test_silicon_relaxes_to_the_known_crystal(printed):
@@ -366,18 +351,12 @@ def test_silicon_has_the_published_elastic_constants(printed):
 
 
 def test_silicon_draws_its_picture(printed):
-    import matplotlib.image
-
-    picture = matplotlib.image.imread(printed.splitlines()[-1])[..., :3]
-    height, width, _ = picture.shape
-    assert height >= 500 and width >= 1200
-    assert picture.std() > 0.1
+    assert_shows_something(printed.splitlines()[-1], 500, 1200)
 
 
 def test_the_readme_shows_what_is_printed(printed):
     """Only lines that do not depend on the number of steps are compared."""
-    readme = (FOLDER / "README.md").read_text()
-    (shown,) = re.findall(r"^```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    (shown,) = blocks("calcops/ase/README.md", "text")
     lines = shown.splitlines()
     assert len(lines) == len(printed.splitlines())
     for line in lines:

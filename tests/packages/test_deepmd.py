@@ -1,14 +1,15 @@
 """calcops/deepmd: imported models give DeePMD-kit's results.
 
-deepmd_reference.py wrote the models and results in deepmd_models/.
+DeePMD-kit 3.2.0 wrote the models and results in deepmd_models/. Each model was trained for two steps on
+random labels. numbers.json has the results of deepmd.infer.DeepPot for a periodic structure, whose
+cell is smaller than the sphere of the cutoff, and for a cluster. `dp compress --step 0.5` wrote the
+compressed models. The script was deepmd_reference.py of commit cdc1db7.
 """
 
 import copy
 import json
 import re
 import runpy
-import subprocess
-import venv
 import warnings
 from pathlib import Path
 
@@ -22,24 +23,19 @@ NAMES = sorted(path.name for path in FILES.iterdir() if path.suffix != ".json")
 for module in ("ase", "vesin"):
     pytest.importorskip(module)
 
-from ase import Atoms  # noqa: E402
-from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
+from calcops.ase.calculator import CalcOps  # noqa: E402
 from calcops.deepmd.formats import read  # noqa: E402
 from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, save_npz  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.train.trainer import Trainer  # noqa: E402
+from calcops.train.weights import kActivations  # noqa: E402
+from structures import atoms_of, inputs_of  # noqa: E402
 
 
-def path_of(name, folder=FILES):
+def path_of(name):
     for module in {".dp": ["h5py"], ".yaml": ["yaml"]}.get(Path(name).suffix, []):
         pytest.importorskip(module, reason=f"{module} (extra `examples`) reads {Path(name).suffix}")
-    return folder / name
-
-
-def atoms_of(structure, names):
-    symbols = [names[t] for t in structure["types"]]
-    cell = structure["cell"]
-    return Atoms(symbols, positions=structure["positions"], cell=cell, pbc=cell is not None)
+    return FILES / name
 
 
 def largest_difference(model, structures):
@@ -49,12 +45,7 @@ def largest_difference(model, structures):
     """
     worst = 0
     for structure in structures:
-        atoms = atoms_of(structure, model.type_names)
-        pairs = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
-        Rij = pairs.pair_vectors(
-            torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
-        )
-        ours = model(torch.tensor(structure["types"]), pairs.list_neigh, Rij)
+        ours = model(*inputs_of(structure, model))
         for key, values in zip(("energy", "atom_energy", "force", "virial", "atom_virial"), ours):
             expected = np.array(structure[key])
             worst = max(worst, abs(values[0].numpy() - expected).max() / abs(expected).max())
@@ -77,7 +68,15 @@ def numbers():
 @pytest.mark.filterwarnings("ignore:.*its tables differ from its nets")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_are_those_of_deepmd_kit(name, numbers):
-    assert largest_difference(load(path_of(name)), numbers[Path(name).stem]) <= bound(name)
+    far = largest_difference(load(path_of(name)), numbers[Path(name).stem])
+    print(f"{name:24} {far:.1e}")
+    assert far <= bound(name)
+
+
+@pytest.mark.parametrize("name, expected", {"relu": 7, "relu6": 6, "linear": 7}.items())
+def test_activations_that_no_model_here_has_are_those_of_their_names(name, expected):
+    values = kActivations[name]()(torch.tensor([-1.0, 7.0]))
+    assert values.tolist() == [-1 if name == "linear" else 0, expected]
 
 
 def test_tables_that_differ_from_the_nets_are_reported():
@@ -150,16 +149,6 @@ def test_a_model_imported_by_the_command_gives_the_same_in_ase(
         atoms.calc = CalcOps(form)
         assert atoms.get_potential_energy() == pytest.approx(structure["energy"], rel=1e-12)
         np.testing.assert_allclose(atoms.get_forces(), structure["force"], atol=1e-11)
-
-
-def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
-    readme = (ROOT / "calcops/deepmd/README.md").read_text()
-    program, printed = re.search(
-        "```python\n(.*?)```\n\n```text\n(.*?)```", readme, re.DOTALL
-    ).groups()
-    monkeypatch.chdir(ROOT)
-    exec(program, {})
-    assert capsys.readouterr().out == printed
 
 
 def test_every_weight_of_an_imported_model_is_trained():
@@ -240,26 +229,3 @@ def test_models_with_unsupported_weights_and_other_files_are_refused(serialised,
         ValueError, match="graph.pb: expected .pth, .pt, .dp or .yaml; `dp convert-backend`"
     ):
         load(tmp_path / "graph.pb")
-
-
-@pytest.mark.long
-def test_models_that_deepmd_kit_makes_anew_give_its_numbers(tmp_path):
-    """The models are made in build/deepmd, an environment with deepmd-kit and the PyTorch that it
-    needs. It takes 5.5 GB."""
-    folder = ROOT / "build" / "deepmd" / "environment"
-    if not (folder / "ready").exists():
-        venv.create(folder, clear=True, with_pip=True)
-        pip = [folder / "bin/python", "-m", "pip", "install", "-q", "deepmd-kit[torch]==3.2.0"]
-        subprocess.run(pip, check=True)
-        (folder / "ready").touch()
-    subprocess.run(
-        [folder / "bin/python", ROOT / "tests/packages/deepmd_reference.py", tmp_path], check=True
-    )
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
-    names = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json")
-    assert len(names) == 27
-    assert numbers.pop("deepmd-kit")
-    for name in names:
-        far = largest_difference(load(path_of(name, tmp_path)), numbers[Path(name).stem])
-        print(f"{name:16} {far:.1e}")
-        assert far <= bound(name), name

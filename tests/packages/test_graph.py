@@ -1,16 +1,13 @@
 """calcops/graph: forces from edges are those of autograd through positions and strain,
 also for SevenNet if it is installed."""
 
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from calcops.graph import edge_forces
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build" / "graph_potential" / "bin" / "python"
 
 
@@ -83,26 +80,15 @@ def test_atoms_without_edges_have_no_force():
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="SevenNet is not installed: make graph-potential")
 def test_sevennet_gives_its_own_results_through_the_operator():
-    command = [
-        PYTHON,
-        "-W",
-        "ignore",
-        ROOT / "examples/sevennet/compare.py",
-        "--steps",
-        "5",
-        "--seconds",
-        "0.1",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    rows = re.findall(
-        r"^  (?:forces|stress|virials),.* (\S+) +(\S+) +(\S+)$", run.stdout, re.MULTILINE
-    )
-    assert len(rows) == 3, run.stdout
+    script = ROOT / "examples/sevennet/compare.py"
+    words = "-W", "ignore", script, "--steps", "5", "--seconds", "0.1"
+    printed = run(PYTHON, *words, OMP_NUM_THREADS="1").stdout
+    pattern = r"^  (?:forces|stress|virials),.* (\S+) +(\S+) +(\S+)$"
+    rows = re.findall(pattern, printed, re.MULTILINE)
+    assert len(rows) == 3, printed
     for row in rows:
         largest, difference, difference_of_moved = map(float, row)
-        assert difference < 1e-6 * largest, run.stdout
-        assert difference_of_moved < 3e-6 * largest, run.stdout
-    assert float(re.search(r"weights: (\S+)", run.stdout)[1]) < 1e-5
-    assert float(re.search(r"ends are (\S+) A", run.stdout)[1]) < 1e-6
+        assert difference < 1e-6 * largest, printed
+        assert difference_of_moved < 3e-6 * largest, printed
+    assert float(re.search(r"weights: (\S+)", printed)[1]) < 1e-5
+    assert float(re.search(r"ends are (\S+) A", printed)[1]) < 1e-6

@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from calcops.potentials.lennard_jones import LennardJones
 from calcops.potentials.package import save
 from calcops.potentials.stillinger_weber import StillingerWeber
@@ -26,6 +27,7 @@ from lammps_plugin import (
     difference,
     tables,
 )
+from structures import inputs_of
 
 pytestmark = pytest.mark.long  # a foreign program
 
@@ -50,6 +52,24 @@ OWN = {
 }
 
 
+class Limited(LennardJones):
+    neighbors = 40
+
+
+def write_wrong_models(folder):
+    save(Limited(), folder / "limited.pt")
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), folder / "strange.pt")
+    (folder / "broken.pt2").write_bytes(b"PK")
+    with (
+        zipfile.ZipFile(folder / "cut.pt2") as source,
+        zipfile.ZipFile(folder / "foreign.pt2", "w") as copy,
+    ):
+        for item in source.infolist():
+            content = source.read(item)
+            content = content.replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
+            copy.writestr(item, content)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Return the folder of the models. Models of two types have them in another order than the
@@ -63,6 +83,7 @@ def models(tmp_path_factory):
     save(LennardJones(), folder / "cut.pt2", edge_order=True)  # like a package for a GPU
     save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt")
     save(StillingerWeber(SW / "Si.sw"), folder / "sw.pt2")
+    write_wrong_models(folder)
     return folder
 
 
@@ -159,33 +180,23 @@ def test_atoms_of_lennard_jones_have_the_energies_and_stresses_of_lammps(zero, n
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(zero, ranks):
-    """By autograd, the force g_ij = -dE/dRij acts on j. Then W_j = sum_i g_ij Rij is the virial of
-    atom j, and J = sum_i e_i v_i + sum_ij Rij (g_ij . v_j) the heat flux."""
+    """The force g_ij acts on j. Then W_j = sum_i g_ij Rij is the virial of atom j, and the heat flux
+    is J = sum_i e_i v_i + sum_ij Rij (g_ij . v_j) = sum_i e_i v_i + sum_j W_j^T v_j."""
     total, atoms = zero(ranks)["sw", ".pt2"]
     atoms = torch.from_numpy(atoms)
     x, energy, centroid, v = atoms[:, :3], atoms[:, 6], atoms[:, 13:22], atoms[:, 22:]
     model = StillingerWeber(SW / "Si.sw")
-    edge = 3 * 5.431
-    n = len(x)
-    Rij = x - x[:, None]
-    Rij = Rij - edge * (Rij / edge).round()
-    r = Rij.norm(dim=-1).fill_diagonal_(torch.inf)
-    list_neigh = torch.arange(n).where(r < model.cutoff, -1)
-    Rij = torch.where((list_neigh >= 0)[..., None], Rij, 2 * model.cutoff).requires_grad_()
-    Ri = torch.cat([Rij.norm(dim=-1, keepdim=True), Rij], -1)[None]
-    energies = model.atom_energies(torch.zeros(n, dtype=torch.int64), list_neigh[None], Ri)[0]
-    g = -torch.autograd.grad(energies.sum(), Rij)[0].where((list_neigh >= 0)[..., None], 0)
-    Rij = Rij.detach()
-    W = torch.einsum("ija,ijb->jab", g, Rij)
+    crystal = Atoms(f"Si{len(x)}", positions=x.numpy(), cell=[3 * 5.431] * 3, pbc=True)
+    _, energies, _, _, W = (result[0] for result in model(*inputs_of(crystal, model)))
     # LAMMPS's order of the nine components: (axis of Rij, axis of the force).
     order = [(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2), (1, 0), (2, 0), (2, 1)]
     expected = -NKTV2P * torch.stack([W[:, b, a] for a, b in order], -1)
     assert difference(centroid.numpy(), expected.numpy()) <= 1e-12
-    assert difference(energy.numpy(), energies.detach().numpy()) <= 1e-12
+    assert difference(energy.numpy(), energies.numpy()) <= 1e-12
     # W is not symmetric, so the test would fail with the components in another order.
     assert difference((W - W.mT).numpy(), W.numpy()) > 0.01
-    flux = (energies.detach() + 0.5 * MVV2E * MASS_SI * v.square().sum(-1)) @ v
-    flux += torch.einsum("ija,ijb,jb->a", Rij, g, v)
+    flux = (energies + 0.5 * MVV2E * MASS_SI * v.square().sum(-1)) @ v
+    flux += torch.einsum("jab,ja->b", W, v)
     assert difference(total[8:11], flux.numpy()) <= 1e-10
 
 
@@ -252,57 +263,35 @@ def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
     assert difference(forces, expected[:, 3:6]) <= 1e-12
 
 
-class Limited(LennardJones):
-    neighbors = 40
+# {model and names of types, or less: the reason}
+REFUSED = {
+    "limited.pt\npair_coeff * * X": r"at most 40 neighbours.*, got \d\d within",
+    "cut.pt\npair_coeff * * Ar": r"that the model has \(X\), got Ar",
+    "cut.pt\npair_coeff * * X X": r"expected pair_coeff \* \* and 1 names",
+    "absent.pt2": "absent.pt2: cannot be read",
+    "in.test": "ends in .pt2 or .pt",
+    "strange.pt": "expected the metadata cutoff, got none",
+    "broken.pt2": "broken.pt2: ",
+    "": "expected a model's file, got none",
+}
+if not torch.cuda.is_available():
+    REFUSED["foreign.pt2"] = "foreign.pt2: made for CUDA, but no GPU is visible"
 
 
-@pytest.mark.parametrize(
-    "script, message",
-    [
-        ("newton off\n" + MELT + pair("cut", ".pt"), "expected newton on"),
-        (
-            MELT + "pair_style calcops limited.pt\npair_coeff * * X",
-            r"at most 40 neighbours.*, got \d\d within",
-        ),
-        (MELT.replace("lj", "metal", 1) + pair("cut", ".pt"), "expected units lj.*, got metal"),
-        (
-            MELT + "pair_style calcops cut.pt\npair_coeff * * Ar",
-            r"that the model has \(X\), got Ar",
-        ),
-        (
-            MELT + "pair_style calcops cut.pt\npair_coeff * * X X",
-            r"expected pair_coeff \* \* and 1 names",
-        ),
-        (MELT + "pair_style calcops absent.pt2", "absent.pt2: cannot be read"),
-        (MELT + "pair_style calcops in.test", r"ends in .pt2 or .pt"),
-        (MELT + "pair_style calcops strange.pt", "expected the metadata cutoff, got none"),
-        (MELT + "pair_style calcops broken.pt2", "broken.pt2: "),
-        pytest.param(
-            MELT + "pair_style calcops foreign.pt2",
-            "foreign.pt2: made for CUDA, but no GPU is visible",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible"),
-        ),
-        (MELT + "pair_style calcops", "expected a model's file, got none"),
-    ],
-)
-def test_scripts_and_models_that_cannot_run_are_refused_with_the_reason(
-    lammps, models, script, message
-):
-    if "limited" in script:
-        save(Limited(), models / "limited.pt")
-    if "foreign" in script:
-        with (
-            zipfile.ZipFile(models / "cut.pt2") as source,
-            zipfile.ZipFile(models / "foreign.pt2", "w") as copy,
-        ):
-            for item in source.infolist():
-                content = source.read(item)
-                content = content.replace(b'"AOTI_DEVICE_KEY": "cpu"', b'"AOTI_DEVICE_KEY": "cuda"')
-                copy.writestr(item, content)
-    torch.jit.save(torch.jit.script(torch.nn.Identity()), models / "strange.pt")
-    (models / "broken.pt2").write_bytes(b"PK")
+def assert_refuses(lammps, script, message):
     printed = lammps(script + "\nrun 0\n", fails=True)
     assert re.search(r"ERROR.*Pair style calcops: .*" + message, printed), printed
+
+
+@pytest.mark.parametrize("words, message", REFUSED.items())
+def test_models_that_cannot_run_are_refused_with_the_reason(lammps, words, message):
+    assert_refuses(lammps, MELT + "pair_style calcops " + words, message)
+
+
+def test_scripts_that_cannot_run_are_refused_with_the_reason(lammps):
+    assert_refuses(lammps, "newton off\n" + MELT + pair("cut", ".pt"), "expected newton on")
+    in_metal = MELT.replace("lj", "metal", 1) + pair("cut", ".pt")
+    assert_refuses(lammps, in_metal, "expected units lj.*, got metal")
 
 
 def example(*arguments):

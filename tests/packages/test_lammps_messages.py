@@ -2,17 +2,18 @@
 number of ranks."""
 
 import itertools
-import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-import torch
-from lammps_plugin import ROOT, SHAKE, THERMO, Lammps, difference, tables
+from ase import Atoms
+from lammps_plugin import SHAKE, THERMO, Lammps, difference, tables
+from programs import ROOT, run
+from structures import inputs_of
 
 sys.path.append(str(ROOT / "bench"))
+from calcops.potentials.energies import potential_of
 from calcops.potentials.package import save
 from lammps_models import Messages  # noqa: E402
 
@@ -80,59 +81,28 @@ CELL = "compute p all pressure NULL virial\nthermo_style custom step pe c_p[*] l
 CELL += "thermo_modify norm no format float %.17g\n"
 
 
-def expected(module, types, x, cell, periodic):
-    """Return energy, pressure [6] and atoms [n, 19] by autograd on the graph of the cell's atoms.
-
-    The columns of an atom are force, energy, six components of its virial, and all nine.
-    """
-    x = torch.from_numpy(x)
-    cell = torch.from_numpy(cell)
-    heights = cell.det().abs() / torch.stack(
-        [torch.linalg.cross(cell[i - 2], cell[i - 1]).norm() for i in range(3)]
-    )
-    images = [int(np.ceil(CUTOFF / h)) + 1 if p else 0 for h, p in zip(heights.tolist(), periodic)]
-    edges = []
-    shifts = []
-    for image in itertools.product(*(range(-n, n + 1) for n in images)):
-        shift = torch.tensor(image, dtype=torch.float64) @ cell
-        r = (x + shift - x[:, None]).norm(dim=-1)
-        pairs = ((r < CUTOFF) & (r > 0)).nonzero().T
-        edges.append(pairs)
-        shifts.append(shift.expand(pairs.shape[1], 3))
-    edges = torch.cat(edges, 1)
-    leaf = x.clone().requires_grad_()
-    strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
-    vectors = leaf[edges[1]] - leaf[edges[0]] + torch.cat(shifts)
-    vectors = vectors + vectors @ strain
-    energies = module(torch.from_numpy(types), edges, vectors, len(x))
-    minus_force, minus_virial, slope = torch.autograd.grad(energies.sum(), (leaf, strain, vectors))
-    W = torch.zeros(len(x), 3, 3, dtype=torch.float64)
-    W.index_add_(0, edges[1], -slope[:, :, None] * vectors.detach()[:, None, :])
-    # LAMMPS's order of components: six, and nine, which begin with the six.
-    six = [(0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2)]
-    nine = [*six, (1, 0), (2, 0), (2, 1)]
-    virials = -torch.stack([W[:, b, a] for a, b in six + nine], -1)
-    pressure = -torch.stack([minus_virial[a, b] for a, b in six]) / cell.det()
-    atoms = torch.cat([-minus_force, energies.detach()[:, None], virials], 1)
-    return energies.sum().item(), pressure.numpy(), atoms.numpy()
+# LAMMPS's order of the components of a virial: six, and nine, which begin with the six.
+ROWS, COLUMNS = [0, 1, 2, 0, 0, 1, 1, 2, 2], [0, 1, 2, 1, 2, 2, 0, 0, 1]
 
 
 def compare(module, table, dumped, periodic=(1, 1, 1), tolerance=1e-12):
     lx, ly, lz, xy, xz, yz = table[8:14]
     cell = np.array([[lx, 0, 0], [xy, ly, 0], [xz, yz, lz]])
-    types = 2 - dumped[:, 1].astype(int)  # "B A"
-    energy, pressure, atoms = expected(module, types, dumped[:, 2:5], cell, periodic)
+    model = potential_of(module, layers=module.layers, **ABOUT)
+    numbers = np.where(dumped[:, 1] == 1, 5, 1)  # "B A": boron, and hydrogen for A
+    atoms = Atoms(numbers, positions=dumped[:, 2:5], cell=cell, pbc=periodic)
+    model.type_names = ["H", "B"]
+    energy, energies, force, virial, virials = (
+        x[0].numpy() for x in model(*inputs_of(atoms, model))
+    )
     assert abs(table[1] - energy) <= tolerance * abs(energy)
-    assert difference(table[2:8], pressure) <= tolerance
-    columns_of = {
-        "force": slice(0, 3),
-        "energy": slice(3, 4),
-        "stress": slice(4, 10),
-        "centroid stress": slice(10, 19),
-    }
-    for columns in columns_of.values():
-        assert difference(dumped[:, 5:][:, columns], atoms[:, columns]) <= tolerance
-    assert np.abs(atoms[:, :3]).max() > 1
+    volume = np.linalg.det(cell)
+    assert difference(table[2:8], virial[COLUMNS, ROWS][:6] / volume) <= tolerance
+    virials = -virials[:, COLUMNS, ROWS]
+    expected = force, energies[:, None], virials[:, :6], virials
+    for columns, value in zip(np.split(dumped[:, 5:], [3, 4, 10], axis=1), expected, strict=True):
+        assert difference(columns, value) <= tolerance
+    assert np.abs(force).max() > 1
 
 
 def farthest(results, expected):
@@ -288,14 +258,10 @@ numpy.savetxt("own.pressure", results[KEY.PRED_STRESS].detach().numpy())
 @pytest.mark.skipif(not PYTHON.exists(), reason="SevenNet is not installed: make graph-potential")
 def test_a_pretrained_sevennet_gives_its_own_results_on_any_number_of_ranks(lammps):
     """Its five layers of 5 A need 26 A of ghosts, around a rod of salt with a period of 45 A."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
     def python(*arguments):
-        command = [PYTHON, "-W", "ignore", *arguments]
-        run = subprocess.run(
-            command, cwd=lammps.folder, env=environment, capture_output=True, text=True
-        )
-        assert run.returncode == 0, run.stderr
+        words = "-W", "ignore", *arguments
+        run(PYTHON, *words, cwd=lammps.folder, OMP_NUM_THREADS="1")
 
     python("-m", "calcops.graph", "sevennet", "7net-0", lammps.folder / "7net-0.pt")
     script = (

@@ -1,44 +1,30 @@
 """calcops/nep: models give NEP_CPU's results.
 
-nep_reference.py wrote the models and results in nep_models/.
+The models in nep_models/ hold random numbers. numbers.json has the results of NEP_CPU, commit 7319bdc
+of https://github.com/brucefan1983/NEP_CPU, for frames whose cells are smaller than the sphere of the
+cutoff. The script was nep_reference.py of commit cdc1db7.
 """
 
 import json
 import re
 import runpy
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "tests/packages/nep_models"
 NUMBERS = json.loads((FILES / "numbers.json").read_text())
 for module in ("ase", "vesin"):
     pytest.importorskip(module)
 
-from ase import Atoms  # noqa: E402
-from calcops.ase.calculator import CalcOps, NeighbourList  # noqa: E402
+from calcops.ase.calculator import CalcOps  # noqa: E402
 from calcops.nep import load  # noqa: E402
 from calcops.nep.nep_file import read, write  # noqa: E402
 from calcops.potentials import package  # noqa: E402
-
-
-def atoms_of(frame, names):
-    symbols = [names[t] for t in frame["types"]]
-    return Atoms(symbols, positions=frame["positions"], cell=frame["cell"], pbc=True)
-
-
-def inputs_of(frame, model):
-    """Return types, list_neigh and Rij of a periodic frame."""
-    atoms = atoms_of(frame, model.type_names)
-    pairs = NeighbourList(atoms, model.cutoff, 0.5, "cpu")
-    positions = torch.from_numpy(atoms.positions)
-    Rij = pairs.pair_vectors(positions, torch.from_numpy(atoms.cell.array))
-    return torch.tensor(frame["types"]), pairs.list_neigh, Rij
+from structures import atoms_of, inputs_of  # noqa: E402
 
 
 def assert_results_of_nep_cpu(results, frame, energy=1e-9, others=1e-8):
@@ -145,9 +131,7 @@ def test_an_archive_gives_the_same_in_ase(name, tmp_path):
 @pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
 def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
     output = tmp_path / "model.pt2"
-    command = [sys.executable, "-m", "calcops.nep", FILES / f"{name}.txt", output]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    done = run(sys.executable, "-m", "calcops.nep", FILES / f"{name}.txt", output)
     names = " ".join(read(FILES / f"{name}.txt").type_names)
     assert f"{output}: {names} within" in done.stdout
     model = package.load(output)
@@ -215,15 +199,6 @@ def test_eval_computes_the_tables_of_the_weights_in_training():
     in_training = model(*inputs_of(frame, model))
     for result, other in zip(model.eval()(*inputs_of(frame, model)), in_training):
         torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
-
-
-def test_the_readme_shows_what_is_printed(capsys, monkeypatch):
-    readme = (ROOT / "calcops/nep/README.md").read_text()
-    pattern = "```python\n(.*?)```\n\n```text\n(.*?)```"
-    program, printed = re.search(pattern, readme, re.DOTALL).groups()
-    monkeypatch.chdir(ROOT)
-    exec(program, {})
-    assert capsys.readouterr().out == printed
 
 
 def edited(name, old, new, tmp_path):

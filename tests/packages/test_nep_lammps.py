@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from calcops.ase.calculator import NeighbourList
+from ase import Atoms
 from calcops.nep import load
 from calcops.potentials.package import save
 from lammps_plugin import Lammps, difference
+from structures import inputs_of
 
 pytestmark = pytest.mark.long  # a foreign program
 
@@ -43,8 +43,6 @@ def lammps(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_energy_forces_and_pressure_are_those_in_python(lammps, ranks):
-    from ase import Atoms
-
     printed = lammps(SCRIPT.format(file="model.pt"), ranks)
     lines = printed.splitlines()
     (head,) = (i for i, line in enumerate(lines) if line.split()[:1] == ["PotEng"])
@@ -56,10 +54,7 @@ def test_energy_forces_and_pressure_are_those_in_python(lammps, ranks):
     names = np.array(["Cu", "Ag", "Al"])[rows[:, 1].astype(int) - 1]
     cell = [[lx, 0, 0], [xy, ly, 0], [xz, yz, lz]]
     atoms = Atoms(names, positions=rows[:, 2:5], cell=cell, pbc=True)
-    pairs = NeighbourList(atoms, model.cutoff, 0.0, "cpu")
-    Rij = pairs.pair_vectors(torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array))
-    types = torch.tensor([model.type_names.index(name) for name in names])
-    total, _, force, virial, _ = (r[0].numpy() for r in model(types, pairs.list_neigh, Rij))
+    total, _, force, virial, _ = (r[0].numpy() for r in model(*inputs_of(atoms, model)))
     assert energy == pytest.approx(float(total), rel=1e-12)
     assert difference(rows[:, 5:8], force) < 1e-10
     voigt = virial[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]]

@@ -3,21 +3,17 @@ derivatives, for modules, archives and packages."""
 
 import itertools
 import math
-import os
-import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from calcops.potentials.lennard_jones import LennardJones
-from calcops.potentials.package import load, order_of, save
+from calcops.potentials.package import load, save
 from calcops.potentials.potential import Potential
 from calcops.potentials.stillinger_weber import StillingerWeber, read
+from programs import blocks, run
 from reference import DEVICES, assert_equal_lists
 
-FOLDER = Path(__file__).resolve().parents[2] / "calcops" / "potentials"
 NAMES = "ABC"
 
 
@@ -246,18 +242,6 @@ def test_force_and_virials_are_derivatives_of_the_energy(sw_file, device):
         torch.testing.assert_close(atom_virial.sum(1), virial, rtol=1e-11, atol=atol)
 
 
-def test_second_derivatives_are_right(sw_file):
-    for model in models(sw_file):
-        types, list_neigh, positions = cluster(5, len(model.type_names), 3.0)
-
-        def outputs(positions, model=model, types=types, list_neigh=list_neigh):
-            return model(types, list_neigh, vectors(list_neigh, positions), create_graph=True)[1:]
-
-        assert torch.autograd.gradcheck(
-            outputs, positions.requires_grad_(), eps=1e-6, rtol=1e-5, atol=1e-4
-        )
-
-
 def test_ghosts_and_frames_with_types_of_their_own_do_not_change_results(sw_file):
     """Every second slot names a ghost of the neighbour, which has the neighbour's type."""
     model = StillingerWeber(sw_file)
@@ -322,23 +306,11 @@ def test_wrong_arguments_of_save_load_and_a_model_are_refused(tmp_path):
         save(Uncut(), tmp_path / "model.pt")
 
 
-def test_an_edge_order_changes_no_bit(sw_file):
-    types, list_neigh, Rij = frames(3, 20, 9, 11, 3)
-    model = StillingerWeber(sw_file)
-    order = order_of(list_neigh, 11)
-    results = model(types, list_neigh, Rij, 11, edge_order=order)
-    assert_equal_lists(results, model(types, list_neigh, Rij, 11), rtol=0, atol=0)
-
-
 def test_the_readme_runs_and_shows_what_is_printed(tmp_path):
-    text = (FOLDER / "README.md").read_text()
-    code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    (shown,) = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "morse.py").write_text(code)
-    environment = os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}:{FOLDER}"}
-    command = [sys.executable, "-W", "ignore", "morse.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert result.stdout == shown, result.stderr
+    readme = "calcops/potentials/README.md"
+    (tmp_path / "morse.py").write_text("".join(blocks(readme, "python")))
+    printed = run(sys.executable, "-W", "ignore", "morse.py", cwd=tmp_path).stdout
+    assert [printed] == blocks(readme, "text")
 
 
 # ---- a package -----------------------------------------------------------------------------------
@@ -370,31 +342,18 @@ def test_a_package_gives_the_results_of_the_model_for_every_size(device, tmp_pat
     of_frames = torch.stack([types, 1 - types, types])
     expected = model(of_frames, list_neigh, Rij, 11)
     assert_equal_lists(package(of_frames, list_neigh, Rij, 11), expected, rtol=1e-12, atol=1e-12)
+    good = {"types": types, "list_neigh": list_neigh, "Rij": Rij}
     wrong = {
-        "expected Rij of torch.float64, as the file is, got torch.float32": (
-            types,
-            list_neigh,
-            Rij.float(),
-        ),
-        r"expected types of 20 atoms and nghost=11 ghosts, .* got \[30\]": (
-            types[:30],
-            list_neigh,
-            Rij,
-        ),
-        r"expected list_neigh .* got \[3, 20, 9\] and \[3, 20, 8, 3\]": (
-            types,
-            list_neigh,
-            Rij[:, :, 1:],
-        ),
+        "of torch.float64, as the file is, got torch.float32": {"Rij": Rij.float()},
+        r"types of 20 atoms and nghost=11 ghosts, .* got \[30\]": {"types": types[:30]},
+        r"list_neigh .* got \[3, 20, 9\] and \[3, 20, 8, 3\]": {"Rij": Rij[:, :, 1:]},
     }
     if device == "cpu":
-        wrong["expected types from 0 to 1, got 2 to 3"] = types % 2 + 2, list_neigh, Rij
+        wrong["types from 0 to 1, got 2 to 3"] = {"types": types % 2 + 2}
         entry = list_neigh.clone()
         entry[1, 2, 3] = 31
-        message = (
-            "expected entries of list_neigh from -1 to 30, got 31 in slot 3 of atom 2 in frame 1"
-        )
-        wrong[message] = types, entry, Rij
-    for message, arguments in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            package(*arguments, 11)
+        message = "list_neigh from -1 to 30, got 31 in slot 3 of atom 2 in frame 1"
+        wrong[message] = {"list_neigh": entry}
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=f"expected .*{message}"):
+            package(*(good | changes).values(), 11)

@@ -1,6 +1,7 @@
 """python -m calcops.train: labels, settings, checkpoints, messages, and what is refused."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
 
 from ase import Atoms  # noqa: E402
 from ase.build import bulk  # noqa: E402
-from ase.calculators.emt import EMT  # noqa: E402
 from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
 from ase.db import connect  # noqa: E402
 from ase.io import write  # noqa: E402
@@ -23,21 +23,25 @@ from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
 from calcops.train.trainer import Data, MeanSquares, Trainer, loss_weights  # noqa: E402
+from structures import labelled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = "--steps 4 --every 2 --cutoff 3.5 --embedding 4 8 --axis 2 --fitting 6 6".split()
 
 
-def image(number, a=3.8, symbols="", labels=("energy", "forces", "stress"), **info):
-    """Return four atoms of copper and perhaps others, with labels by EMT."""
-    atoms = bulk("Cu", "fcc", a=a, cubic=True)
+LABELS = "energy", "forces", "stress"
+
+
+def image(number, a=3.8, symbols="", copies=(1, 1, 1), labels=LABELS, **info):
+    """Return copper whose first atoms are of `symbols`, with labels by EMT."""
+    atoms = bulk("Cu", "fcc", a=a, cubic=True).repeat(copies)
     atoms.symbols[: len(symbols) // 2] = re.findall("..", symbols)
     atoms.rattle(0.1, seed=number)
-    atoms.calc = EMT()
-    results = {name: atoms.calc.get_property(name, atoms) for name in labels}
-    atoms.calc = SinglePointCalculator(atoms, **results)
     atoms.info |= info
-    return atoms
+    return labelled(atoms, labels)
+
+
+alloy = partial(image, symbols="CuAu")
 
 
 def lone(symbol="Cu", energy=3.5, **labels):
@@ -46,23 +50,11 @@ def lone(symbol="Cu", energy=3.5, **labels):
     return atoms
 
 
-def alloy(number, copies=(1, 1, 1), stress=True):
-    """Return a frame of copper and gold with labels by EMT."""
-    atoms = bulk("Cu", "fcc", a=3.8, cubic=True).repeat(copies)
-    atoms.symbols[1] = "Au"
-    atoms.rattle(0.1, seed=number)
-    atoms.calc = EMT()
-    labels = ["energy", "forces"] + ["stress"] * stress
-    results = {name: atoms.calc.get_property(name, atoms) for name in labels}
-    atoms.calc = SinglePointCalculator(atoms, **results)
-    return atoms
-
-
 @pytest.fixture(scope="module")
 def alloys():
     """Return frames of several sizes, of which some have no stress."""
     sizes = [(1, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 1)]
-    return [alloy(i, sizes[i % 4], stress=i % 3 > 0) for i in range(12)]
+    return [alloy(i, copies=sizes[i % 4], labels=LABELS[: 3 if i % 3 else 2]) for i in range(12)]
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +129,7 @@ def test_systems_behind_links_are_read_once(tmp_path):
 
 
 def test_labels_of_a_database_may_be_in_its_key_value_pairs_and_data(tmp_path):
-    frame = image(0, labels=("energy", "forces", "stress"))
+    frame = image(0)
     forces = 2 * frame.get_forces()
     virial = np.diag([1.0, 2.0, 3.0])
     path = tmp_path / "frames.db"
@@ -175,9 +167,7 @@ def test_a_stress_of_zeros_is_no_label(is_periodic, run):
     images = [image(number) for number in range(6)]
     cluster = Atoms("Cu3", [[0, 0, 0], [2.4, 0, 0], [0, 2.5, 0]], cell=9 * np.eye(3))
     cluster.pbc = is_periodic
-    cluster.calc = EMT()
-    labels = {"energy": cluster.get_potential_energy(), "forces": cluster.get_forces()}
-    cluster.calc = SinglePointCalculator(cluster, **labels, stress=np.zeros(6))
+    labelled(cluster, LABELS[:2]).calc.results["stress"] = np.zeros(6)
     assert frames_of([cluster], ["Cu"])["virial"].isnan().all()
     printed = run([*images, cluster], "--held-out", 0.15)
     assert "stress of exactly 0 in 1 frames counts as no label" in printed
@@ -221,8 +211,7 @@ def test_the_last_frame_of_an_element_is_trained_on():
 
 @pytest.mark.parametrize("word", ["", "--stress-key nothing"])
 def test_without_stress_labels_the_log_says_so_and_has_no_virial(word, run):
-    labels = ("energy", "forces") if not word else ("energy", "forces", "stress")
-    images = [image(number, labels=labels) for number in range(4)]
+    images = [image(number, labels=LABELS if word else LABELS[:2]) for number in range(4)]
     printed = run(images, "--held-out", 0.25, *word.split())
     assert "no stress labels\n" in printed
     assert "virial" not in printed
@@ -233,7 +222,7 @@ def test_without_stress_labels_the_log_says_so_and_has_no_virial(word, run):
 
 
 def test_a_bare_virial_is_named(run):
-    images = [image(number, labels=("energy", "forces")) for number in range(4)]
+    images = [image(number, labels=LABELS[:2]) for number in range(4)]
     for frame in images:
         frame.info["virial"] = np.eye(3)
     printed = run(images, "--held-out", 0.25)
@@ -249,7 +238,7 @@ def test_a_frame_without_atoms_or_without_a_cell_is_refused():
     with pytest.raises(ValueError, match="expected atoms, got none in a frame"):
         frames_of([image(0), empty], ["Cu"])
     for cell in (np.zeros((3, 3)), np.diag([4.0, 4.0, 0.0]), np.ones((3, 3))):
-        frame = image(0, labels=("energy", "forces"))
+        frame = image(0, labels=LABELS[:2])
         frame.set_cell(cell)
         with pytest.raises(ValueError, match="expected independent cell vectors in periodic dir"):
             frames_of([frame], ["Cu"])
@@ -423,11 +412,10 @@ def test_perfect_crystals_without_forces_have_weights_of_the_loss():
 
 def test_lone_atoms_do_not_change_the_weights_of_the_loss():
     images = [image(number) for number in range(6)]
-    lone = Atoms("Cu")
-    lone.calc = SinglePointCalculator(lone, energy=100.0)
+    atom = lone(energy=100.0)
     expected = loss_weights(frames_of(images, ["Cu"]), 1)
-    np.testing.assert_allclose(loss_weights(frames_of([lone, *images], ["Cu"]), 1), expected)
-    assert np.isfinite(loss_weights(frames_of([lone], ["Cu"]), 1)).all()
+    np.testing.assert_allclose(loss_weights(frames_of([atom, *images], ["Cu"]), 1), expected)
+    assert np.isfinite(loss_weights(frames_of([atom], ["Cu"]), 1)).all()
 
 
 def test_frames_without_any_pair_are_refused(run):
@@ -592,7 +580,7 @@ def test_a_start_is_not_overwritten_by_its_training(run):
 def test_an_old_model_in_the_folder_is_not_taken_for_the_best_one(run):
     run("frames.extxyz")
     Path("trained/frames/checkpoint.pt").unlink()
-    with pytest.raises(ValueError, match="expected errors that are numbers"):
+    with pytest.raises(ValueError, match="expected errors that are numbers, got .*smaller --rates"):
         run("frames.extxyz", "--rates", 1e200, 1e200)
 
 
@@ -763,5 +751,3 @@ def test_files_that_cannot_be_used_are_refused_with_the_reason(run):
     Path("out/checkpoint.pt").write_bytes(b"PK truncated")
     with pytest.raises(ValueError, match="cannot go on from .*checkpoint.pt: .*another --folder"):
         run("frames.extxyz", "--folder", "out")
-    with pytest.raises(ValueError, match="expected errors that are numbers, got .*smaller --rates"):
-        run("frames.extxyz", "--folder", "far", "--rates", 1e200, 1e200)

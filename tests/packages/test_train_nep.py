@@ -12,8 +12,6 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
 from ase.build import bulk  # noqa: E402
-from ase.calculators.emt import EMT  # noqa: E402
-from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
 from ase.io import write  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
 from calcops.nep import load  # noqa: E402
@@ -25,6 +23,7 @@ from calcops.train import loop, nep_parameters  # noqa: E402
 from calcops.train.datasets import frames_of  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
 from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate  # noqa: E402
+from structures import labelled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +39,7 @@ def image(number, calculator=None, copies=1):
     atoms.symbols[random.random(len(atoms)) < 0.5] = "Au"
     atoms.symbols[:2] = "Cu", "Au"
     atoms.rattle(0.1, rng=random)
-    atoms.calc = calculator or EMT()
-    labels = {name: atoms.calc.get_property(name, atoms) for name in ("energy", "forces", "stress")}
-    atoms.calc = SinglePointCalculator(atoms, **labels)
-    return atoms
+    return labelled(atoms, calculator=calculator)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +215,7 @@ def test_a_training_that_was_stopped_before_a_record_can_be_finished(monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", stop)
-        with pytest.raises(SystemExit, match="stopped after 7 of 20 steps"):
+        with pytest.raises(SystemExit, match="stopped after 7 of 20 steps; the same command goes"):
             run("frames.extxyz", *SMALL, "--folder", "out")
     run("frames.extxyz", *SMALL, "--folder", "out", "--steps", 7)
     assert [record[0] for record in torch.load("out/checkpoint.pt")["records"]] == [7]
@@ -242,12 +238,7 @@ def test_a_kill_while_the_best_model_is_written_leaves_the_old_one(monkeypatch):
 
 
 def test_perfect_crystals_give_no_forces():
-    images = []
-    for number in range(4):
-        atoms = bulk("Cu", a=3.5 + 0.1 * number, cubic=True)
-        atoms.calc = EMT()
-        atoms.get_forces(), atoms.get_stress()
-        images.append(atoms)
+    images = [labelled(bulk("Cu", a=a, cubic=True)) for a in (3.5, 3.6, 3.7, 3.8)]
     write("perfect.extxyz", images)
     words = [*SMALL, "--l-max", "3", "2", "1"]
     model = first_model(images, command.parse(["perfect.extxyz", *words]))[0]

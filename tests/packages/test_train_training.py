@@ -1,17 +1,15 @@
 """calcops/train: the crystals' frames, the training and its gradients, the scripts, and
 the exported models."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "train_potential"
 sys.path.append(str(SCRIPTS))
 for name in ("ase", "vesin", "matplotlib", "tqdm"):
@@ -208,29 +206,25 @@ def test_frames_of_the_script_are_those_that_the_settings_name(tmp_path, monkeyp
     assert options.folder == Path("build/train_potential", NAME)
 
 
-def run(*words):
-    command = [sys.executable, *map(str, words)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def python(*words):
+    return run(sys.executable, *words, OMP_NUM_THREADS="1").stdout
 
 
 @pytest.mark.long
 def test_the_whole_example_reaches_what_its_readme_says(tmp_path):
-    run(SCRIPTS / "make_frames.py", "silicon", tmp_path)
+    python(SCRIPTS / "make_frames.py", "silicon", tmp_path)
     words = [tmp_path / "train.extxyz", "--settings", SCRIPTS / "silicon.toml"]
     words += ["--validate", tmp_path / "held_out.extxyz", "--test", tmp_path / "test.extxyz"]
-    printed = run("-m", "calcops.train", *words, "--folder", tmp_path)
+    printed = python("-m", "calcops.train", *words, "--folder", tmp_path)
     held_out, test = (float(value) for value in re.findall(r"force ([\d.]+) meV/A", printed)[-2:])
     assert held_out <= 65
     assert test <= 55
     assert float(re.search(r"([\d.]+) ms a step", printed)[1]) <= 15
-    printed = run(SCRIPTS / "deploy.py", tmp_path)
+    printed = python(SCRIPTS / "deploy.py", tmp_path)
     energies = [float(value) for value in re.findall(r"(-[\d.]+) eV,", printed)]
     assert len(energies) == 3
     assert np.ptp(energies) <= 1e-8
     assert float(re.search(r"within ([\d.]+) meV/atom", printed)[1]) <= 1
     assert abs(float(re.search(r"drift ([-+\d.]+)", printed)[1])) <= 0.1
-    printed = run(SCRIPTS / "step_time.py", tmp_path, "--repeats", "5")
+    printed = python(SCRIPTS / "step_time.py", tmp_path, "--repeats", "5")
     assert float(re.findall(r"apart by (\S+)", printed)[-1]) <= 1e-9

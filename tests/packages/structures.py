@@ -1,0 +1,32 @@
+"""Structures of ASE, and the arguments that models take of them."""
+
+import torch
+from ase import Atoms
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from calcops.ase.calculator import NeighbourList
+
+
+def atoms_of(structure, names):
+    """Return the atoms of a dictionary with types, positions and a cell, which may be None."""
+    symbols = [names[t] for t in structure["types"]]
+    cell = structure["cell"]
+    return Atoms(symbols, positions=structure["positions"], cell=cell, pbc=cell is not None)
+
+
+def labelled(atoms, labels=("energy", "forces", "stress"), calculator=None):
+    """Return the atoms with labels, by EMT unless told otherwise."""
+    atoms.calc = calculator or EMT()
+    results = {name: atoms.calc.get_property(name, atoms) for name in labels}
+    atoms.calc = SinglePointCalculator(atoms, **results)
+    return atoms
+
+
+def inputs_of(structure, model, skin=0.5):
+    """Return types, list_neigh and Rij of atoms, or of a dictionary of atoms_of."""
+    atoms = structure if isinstance(structure, Atoms) else atoms_of(structure, model.type_names)
+    types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols])
+    pairs = NeighbourList(atoms, model.cutoff, skin, "cpu")
+    positions = torch.from_numpy(atoms.positions)
+    Rij = pairs.pair_vectors(positions, torch.from_numpy(atoms.cell.array))
+    return types, pairs.list_neigh, Rij
