@@ -238,7 +238,7 @@ def _first_missing(folder: str, name: str) -> str:
     """Return the first path from `folder` to `name` that is absent; "" if none is."""
     path = folder
     for part in name.split("/"):
-        path = f"{path}/{part}"
-        if not os.path.exists(path):
+        if not os.path.exists(path):  # `folder/..` is there as soon as the folder is
             return path
-    return ""
+        path = f"{path}/{part}"
+    return "" if os.path.exists(path) else path

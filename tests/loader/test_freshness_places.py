@@ -32,6 +32,17 @@ def test_a_header_behind_a_link_and_two_points_is_an_input(checkout):
         assert checkout.loaded() == value
 
 
+def test_a_folder_that_appears_changes_a_header_above_it(checkout):
+    checkout.put("mine.cpp", "#include <../base/value.h>\n" + ANSWER.format("return VALUE;"))
+    checkout.put("late/base/value.h", "#define VALUE 1\n")
+    checkout.put("late/folder/other.h", "")
+    checkout.put("base/value.h", "#define VALUE 2\n")
+    options = {"extra_include_paths": ["early", "late/folder"]}
+    assert checkout.loaded(**options) == 1
+    (checkout.project / "early").mkdir()
+    assert checkout.loaded(**options) == 2
+
+
 @pytest.mark.parametrize("other", ["", '#include "tested.h"\n'])
 def test_a_header_that_is_tested_and_goes_changes_each_source(checkout, other):
     test = '#if __has_include("tested.h")\n#define VALUE 1\n#else\n#define VALUE 2\n#endif\n'
