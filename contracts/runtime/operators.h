@@ -4,14 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <algorithm>
-#include <array>
 #include <deque>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "contract_proofs.h"
 
@@ -28,7 +21,7 @@ using contract::Sum;
 
 // The bytes of a process's address space on x86-64. A result has fewer.
 constexpr int64_t kMostBytes = int64_t(1) << 47;
-using Results = std::array<Tensor, contract::kMostResults>;
+using Results = c10::SmallVector<IValue, contract::kMostResults>;
 
 at::ScalarType scalar_type(Type type) {
   static constexpr at::ScalarType kTypes[] = {at::ScalarType::Undefined,
@@ -86,23 +79,22 @@ struct Call {
   }
 };
 
-struct BoundKernel {
-  KernelEntry entry;
-  contract::Binding binding;
-};
+using contract::BoundKernel;
 
 struct Family;
-struct Derivatives;
 
 struct Operator : contract::Signature {
   Family* family;
   std::string name;  // qualified
-  int count = 0;     // of arguments
-  Value (*composition)(const Value*) = nullptr;
-  void (*check)(Value*, Value*) = nullptr;
-  std::shared_ptr<const Derivatives> derivatives{};  // nullptr: it has none
+  // The parts of its source. nullptr: it has none.
+  const Composition* composition = nullptr;
+  const Derivative* derivative = nullptr;
+  const Check* check = nullptr;
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
+
+  size_t count() const { return kinds.size(); }  // of arguments
+  const contract::Text& text() const;            // of its contract
 
   // Return whether a call computes a result: output_mask may leave it out.
   bool is_wanted(const IValue* arguments, size_t result) const {
@@ -118,6 +110,8 @@ struct Family {
   const char* without_cuda = nullptr;  // why the build has no CUDA
   std::deque<Operator> operators;
 };
+
+const contract::Text& Operator::text() const { return family->text; }
 
 std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;

@@ -323,6 +323,54 @@ void marked(View<const double, 1> x, View<const int64_t, 1> index, View<const do
 }
 const Kernel kMarkedCpu("marked", marked);
 
+// Items that vmap cannot join. Each is a call.
+const Contract kSeparate(R"(
+summed(Tensor x) -> Tensor sum
+row_sums(Tensor table) -> Tensor sums
+steps(Tensor longer) -> Tensor step
+copied(Tensor next) -> Tensor after
+below(Tensor end, int m) -> Tensor share
+default_type(Tensor next, Tensor? x=None) -> Tensor other
+x       [N]; float32 or float64.
+sum     []; like x.
+table   [N, M]; float64.
+sums    [N]; float64.
+longer  [N + 1]; float64.
+step    [N]; float64.
+next    [N]; int64; entries 0 <= j < N at row.
+after   [N]; like next.
+m       0 to 9.
+end     [N]; int64; entries 0 <= j < N + m at row.
+share   [N]; float64.
+other   [N]; like x.
+vmap    joins N, M
+)");
+
+void row_sums(View<const double, 2> table, View<double, 1> sums) {
+  const auto [rows, columns] = table.shape;
+  for (int64_t i = 0; i < rows; ++i)
+    sums(i) = std::accumulate(&table(i, 0), &table(i, 0) + columns, 0.0);
+}
+
+void summed(View<const double, 1> x, View<double, 0> sum) {
+  sum() = std::accumulate(x.data, x.data + x.shape[0], 0.0);
+}
+
+void copied(View<const int64_t, 1> next, View<int64_t, 1> after) {
+  std::copy_n(next.data, next.shape[0], after.data);
+}
+
+void below(View<const int64_t, 1> end, int64_t m, View<double, 1> share) {
+  for (int64_t i = 0; i < end.shape[0]; ++i) share(i) = double(end(i)) / double(end.shape[0] + m);
+}
+
+void default_type(View<const int64_t, 1> next, View<const double, 1>, View<double, 1> other) {
+  std::copy_n(next.data, next.shape[0], other.data);
+}
+const Kernel kSummedCpu("summed", summed), kRowSumsCpu("row_sums", row_sums);
+const Kernel kStepsCpu("steps", differences), kCopiedCpu("copied", copied);
+const Kernel kBelowCpu("below", below), kDefaultTypeCpu("default_type", default_type);
+
 // Two shapes with different numbers of elements.
 const Contract kUnequal(R"(
 unequal(Tensor x) -> Tensor y

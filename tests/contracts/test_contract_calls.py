@@ -212,6 +212,31 @@ def test_vmap_calls_once_an_item_where_an_argument_is_that_of_one_item(mine, row
     assert torch.equal(vmap(lambda x: mine.marked(x, index, offset))(x), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("summed", [5]), ("row_sums", [5, 5]), ("steps", [6]), ("copied", [5]), ("below", [5])],
+)
+def test_vmap_calls_once_an_item_where_a_contract_cannot_join_them(mine, name, shape):
+    """The result lacks the size, two dimensions have it, a sum has it, entries have it in a sum,
+    or a result of integers might name shifted rows."""
+    x = torch.randint(0, 5, (3, *shape))
+    if name in ("summed", "row_sums", "steps"):
+        x = torch.randn(3, *shape, **float64)
+    more = [2] if name == "below" else []
+
+    def call(x):
+        return getattr(mine, name)(x, *more)
+
+    assert torch.equal(vmap(call)(x), torch.stack([call(item) for item in x]))
+
+
+def test_a_result_like_an_absent_tensor_has_the_first_dtype(mine):
+    next = torch.tensor([1, 0])
+    assert mine.default_type(next).dtype == torch.float32
+    assert mine.default_type(next).tolist() == [1, 0]
+    assert mine.default_type(next, torch.ones(2, **float64)).dtype == torch.float64
+
+
 def test_a_check_of_a_joined_operator_refuses_one_item(mine):
     index = torch.tensor([0])
     with pytest.raises(RuntimeError, match=r"marked: expected `x` of two rows, got Double \[1\]"):
