@@ -17,9 +17,6 @@ namespace {
 
 // Sizes are SymInts. Under torch.compile and torch.export they may be symbols.
 
-// Return whether sizes are equal. Of symbols this becomes an assertion of the graph.
-bool equal(const SymInt& a, const SymInt& b) { return a.sym_eq(b).expect_true(__FILE__, __LINE__); }
-
 // Return a size, or 0 if it is a symbol without a value.
 int64_t value_or_zero(const SymInt& a) { return a.maybe_as_int().value_or(0); }
 
@@ -74,7 +71,7 @@ struct Checked {
   uint32_t has_value = 0;                    // sizes that have a value, a bit each
   std::array<const Shape*, kMost> shapes{};  // of each line's tensor; nullptr: its first shape
   // That the operator's Check sets.
-  c10::SmallVector<Value, contract::kMostResults> result_shapes;
+  c10::SmallVector<Value, 4> result_shapes;
 
   Checked(const Operator& op, IValue* stack) : op(op), text(op.text()), stack(stack) {
     tensors.fill(&kNone);
@@ -126,7 +123,9 @@ struct Checked {
       if (is_upper && value_or_zero(number) == 0 && bound.integer > 0) continue;
       check_bound(line, bound, number, SymInt(bound.integer));
     }
-    if (line.size >= 0) set_size(line.size, number);
+    if (line.size < 0) return;
+    if (!contract::is_at_most(0, number)) refuse(line.name, ">= 0", number);
+    set_size(line.size, number);
   }
 
   template <class Number>
@@ -212,7 +211,7 @@ struct Checked {
     for (size_t d = 0; d < want.size(); ++d) {
       const uint32_t unknown = contract::sizes_of(want[d]) & ~has_value;
       if (!unknown) {
-        if (!equal(shape[d], value(want[d]))) return false;
+        if (!contract::is_equal(shape[d], value(want[d]))) return false;
         continue;
       }
       // The dimension is a size plus known ones. With 0 for the size, value() is their sum.
@@ -223,7 +222,7 @@ struct Checked {
     }
     if (line.whole < 0 || contract::sizes_of(line.parts) & ~has_value) return true;
     const SymInt parts = value(line.parts);
-    if (has_value >> line.whole & 1) return equal(sizes[line.whole], parts);
+    if (has_value >> line.whole & 1) return contract::is_equal(sizes[line.whole], parts);
     set_size(line.whole, parts);
     return true;
   }

@@ -5,11 +5,7 @@
 
 #include <algorithm>
 #include <deque>
-#include <functional>
-#include <map>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "autograd.h"
 #include "kernels.h"
@@ -27,13 +23,14 @@ namespace {
 
 // A kernel of the dispatcher.
 struct Boxed final : c10::OperatorKernel {
-  using Function =
-      std::function<void(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*)>;
-  explicit Boxed(Function function) : function(std::move(function)) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+  using Function = void (*)(const Operator&, const c10::OperatorHandle&, c10::DispatchKeySet,
+                            torch::jit::Stack*);
+  Boxed(const Operator& op, Function function) : op(op), function(function) {}
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    function(op, keys, stack);
+    function(op, handle, keys, stack);
   }
+  const Operator& op;
   const Function function;
 };
 
@@ -125,36 +122,28 @@ void take_kernels(Family& family) {
     if (const auto owners = owners_of(op); !owners.empty()) op.owner = owners[0];
 }
 
-void define(torch::Library& m, Operator& op) {
-  using torch::CppFunction;
+void define(torch::Library& m, const Operator& op) {
+  using c10::DispatchKey;
   const std::string name = op.name.substr(op.name.find("::") + 2);
   m.def(c10::FunctionSchema(op.parsed));
-  const auto impl = [&](c10::DispatchKey key, Boxed::Function function) {
-    auto boxed = CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(std::move(function)));
-    m.impl(name.c_str(), torch::dispatch(key, std::move(boxed)));
+  const auto impl = [&](DispatchKey key, torch::CppFunction function) {
+    m.impl(name.c_str(), torch::dispatch(key, std::move(function)));
   };
-  const auto run = [&](void (*function)(const Operator&, torch::jit::Stack*)) {
-    return [&op, function](const auto&, auto, torch::jit::Stack* stack) { function(op, stack); };
+  const auto boxed = [&](Boxed::Function function) {
+    return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(op, function));
   };
   if (op.composition) {
     // vmap does not find CompositeImplicitAutograd, so the composition is registered for vmap too.
-    impl(c10::DispatchKey::CompositeImplicitAutograd, run(&run_composition));
-    impl(c10::DispatchKey::FuncTorchBatched, run(&run_composition));
+    impl(DispatchKey::CompositeImplicitAutograd, boxed(&run_composition));
+    impl(DispatchKey::FuncTorchBatched, boxed(&run_composition));
     return;
   }
-  impl(c10::DispatchKey::CPU, run(&run_on_device<false>));
-  impl(c10::DispatchKey::CUDA, run(&run_on_device<true>));
-  impl(c10::DispatchKey::Meta, run(&run_on_meta));
-  impl(c10::DispatchKey::FuncTorchBatched,
-       [&op](const auto& handle, auto, auto* stack) { vmap(op, handle, stack); });
-  if (op.derivative)
-    impl(c10::DispatchKey::Autograd,
-         [&op](const auto& handle, c10::DispatchKeySet keys, auto* stack) {
-           differentiate(op, handle, keys, stack);
-         });
-  else
-    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd,
-                                         torch::autograd::autogradNotImplementedFallback()));
+  impl(DispatchKey::CPU, boxed(&run_on_device<false>));
+  impl(DispatchKey::CUDA, boxed(&run_on_device<true>));
+  impl(DispatchKey::Meta, boxed(&run_on_meta));
+  impl(DispatchKey::FuncTorchBatched, boxed(&vmap));
+  impl(DispatchKey::Autograd,
+       op.derivative ? boxed(&differentiate) : torch::autograd::autogradNotImplementedFallback());
 }
 
 // Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are

@@ -13,8 +13,6 @@
 namespace calcops {
 namespace contract {
 
-constexpr size_t kMostResults = 6;
-
 enum class Kind { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kMask, kOther };
 
 inline bool is_optional(const c10::Argument& argument) {
@@ -55,12 +53,18 @@ struct Signature {
 // Compare numbers, or sizes. A comparison of sizes that are symbols becomes an assertion of the
 // graph.
 inline bool is_below(double a, double b) { return a < b; }
-inline bool is_below(const c10::SymInt& a, const c10::SymInt& b) {
-  return a.sym_lt(b).expect_true(__FILE__, __LINE__);
-}
 inline bool is_at_most(double a, double b) { return a <= b; }
+inline bool is_below(const c10::SymInt& a, const c10::SymInt& b) {
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x < *y : a.sym_lt(b).expect_true(__FILE__, __LINE__);
+}
 inline bool is_at_most(const c10::SymInt& a, const c10::SymInt& b) {
-  return a.sym_le(b).expect_true(__FILE__, __LINE__);
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x <= *y : a.sym_le(b).expect_true(__FILE__, __LINE__);
+}
+inline bool is_equal(const c10::SymInt& a, const c10::SymInt& b) {
+  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
+  return x && y ? *x == *y : a.sym_eq(b).expect_true(__FILE__, __LINE__);
 }
 
 // Return whether a number is within a bound.
@@ -110,24 +114,21 @@ class Prover {
 
   // ---- dtypes -----------------------------------------------------------------------------------
 
-  // Follow `like` to the line that has dtypes.
+  // Find the line that has the dtypes of each tensor: its own or that of `like`.
   void resolve_groups() {
     for (size_t i = 0; i < text_.lines.size(); ++i) {
       Line& line = text_.lines[i];
       if (!line.is_tensor()) continue;
-      int at = int(i);
-      for (size_t steps = 0; !text_.lines[at].like.empty(); ++steps) {
-        if (!text_.lines[at].types.empty()) fail(line, "has dtypes and `like`");
-        const std::string& like = text_.lines[at].like;
-        at = text_.line(like);
-        if (at < 0 || !text_.lines[at].is_tensor()) fail(line, "no tensor is named " + like);
-        if (steps == text_.lines.size())
-          fail(line, "`like " + line.like + "` leads back to itself");
-      }
-      const Line& root = text_.lines[at];
+      const bool is_like = !line.like.empty();
+      if (is_like && !line.types.empty()) fail(line, "has dtypes and `like`");
+      line.group = is_like ? text_.line(line.like) : int(i);
+      if (line.group < 0 || !text_.lines[line.group].is_tensor())
+        fail(line, "no tensor is named " + line.like);
+      const Line& root = text_.lines[line.group];
+      if (root.types.empty() && is_like)
+        fail(line, "`like` is for a tensor that has dtypes, such as float32 or float64");
       if (root.types.empty())
-        fail(root, "expected its dtype, such as float32 or float64, or like x");
-      line.group = at;
+        fail(line, "expected its dtype, such as float32 or float64, or like x");
       line.read_as = root.read_as;
       if (line.has_entries) check_entries(line, root.types);
     }
@@ -167,6 +168,8 @@ class Prover {
                        " the argument is a " + argument.real_type()->str());
     if (kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
       fail(line, "expected its shape, such as [N, 3]");
+    if (kind == Kind::kString && line.choices.empty() && !op.is_composition)
+      fail(line, "expected the allowed strings, such as \"a\" or \"b\"");
     for (const Bound& bound : line.bounds)
       if (kind == Kind::kInt && !bound.whole) fail(line, "expected integers, got " + bound.text);
   }
@@ -238,7 +241,6 @@ class Prover {
   // Find the line of each result. One that is also an argument is the gradient for it.
   void read_results(Signature& op) {
     const Schema& schema = op.schema;
-    if (op.parsed.returns().size() > kMostResults) fail(schema, "more than 6 results");
     for (const c10::Argument& result : op.parsed.returns()) {
       const int i = text_.line(result.name());
       if (op.is_composition && i < 0) continue;  // it makes its results itself
@@ -303,14 +305,9 @@ class Prover {
       const Line& line = text_.lines[i];
       const Kind kind = op.has(int(i)) ? op.kind(int(i)) : Kind::kOther;
       const int size = text_.size(line.name);
-      if (size >= 0 && kind == Kind::kInt) {
-        if (!is_never_negative(line)) fail(line, "a size has a lower limit, such as >= 0");
-        known |= 1u << size;
-      }
-      if (size >= 0 && (kind == Kind::kFloat || kind == Kind::kBool || kind == Kind::kString))
-        fail(line, "it is no integer, and a shape names it");
-      if (!line.bounds.empty() && kind != Kind::kOther) op.numbers.push_back(int(i));
-      if (!line.choices.empty() && kind != Kind::kOther) op.strings.push_back(int(i));
+      if (size >= 0 && kind == Kind::kInt) known |= 1u << size;
+      if (kind == Kind::kInt || kind == Kind::kFloat) op.numbers.push_back(int(i));
+      if (kind == Kind::kString) op.strings.push_back(int(i));
     }
     // The sizes of tensors that are always given are set first, then those of optional ones.
     for (const bool optional : {false, true})
@@ -341,13 +338,6 @@ class Prover {
                      op.schema.name);
   }
 
-  static bool is_never_negative(const Line& line) {
-    return std::any_of(line.bounds.begin(), line.bounds.end(), [](const Bound& bound) {
-      return (bound.compare == Compare::kAtLeast && bound.integer >= 0) ||
-             (bound.compare == Compare::kMore && bound.integer >= -1);
-    });
-  }
-
   Text& text_;
   std::vector<bool> is_used_;
 };
@@ -364,8 +354,8 @@ struct BoundKernel : KernelEntry {
 inline std::string text_of(const Parameter& parameter) {
   // Of each kind.
   static constexpr const char* kKinds[] = {
-      "",           "int64_t",       "double",       "bool",       "const char*",
-      "enum class", "List<int64_t>", "List<double>", "Workspace&", "cudaStream_t"};
+      "",           "int64_t",     "double", "bool", "enum class", "List<int64_t>", "List<double>",
+      "Workspace&", "cudaStream_t"};
   if (parameter.kind != Parameter::kTensor) return kKinds[parameter.kind];
   return std::string(parameter.layout == Layout::kContiguous ? "View<" : "Strided<") +
          (parameter.is_written ? "" : "const ") + name_of(parameter.type) + ", " +
@@ -377,7 +367,7 @@ inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry
   // Of each Kind.
   static constexpr Parameter::Kind kWanted[] = {
       Parameter::kTensor, Parameter::kInt,  Parameter::kFloat, Parameter::kBool,
-      Parameter::kString, Parameter::kInts, Parameter::kFloats};
+      Parameter::kChoice, Parameter::kInts, Parameter::kFloats};
   const auto fail = [&](const std::string& what) {
     throw Mistake(op.schema.number, "a kernel of `" + op.schema.name + "`: " + what);
   };
@@ -410,8 +400,6 @@ inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry
     const bool is_result = p >= arguments;
     const Kind kind = is_result ? Kind::kTensor : op.kind(lines[p]);
     Parameter wanted{kWanted[int(kind)]};
-    if (kind == Kind::kString && got.kind == Parameter::kChoice && !line.choices.empty())
-      wanted.kind = Parameter::kChoice;
     if (kind == Kind::kTensor) {
       const std::vector<Type>& allowed = text.lines[line.group].types;
       const auto is_allowed = [&](Type type) {

@@ -9,7 +9,6 @@
 #include <cctype>
 #include <charconv>
 #include <cstdint>
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -143,19 +142,25 @@ struct Mistake : std::runtime_error {
       : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
 };
 
-// In the order of Type.
-constexpr const char* kTypeNames[] = {"",        "bool",     "uint8",   "uint16",
-                                      "int8",    "int16",    "int32",   "int64",
-                                      "float16", "bfloat16", "float32", "float64"};
+constexpr std::pair<Type, const char*> kTypeNames[] = {
+    {Type::kBool, "bool"},       {Type::kUInt8, "uint8"},     {Type::kUInt16, "uint16"},
+    {Type::kInt8, "int8"},       {Type::kInt16, "int16"},     {Type::kInt32, "int32"},
+    {Type::kInt64, "int64"},     {Type::kFloat16, "float16"}, {Type::kBFloat16, "bfloat16"},
+    {Type::kFloat32, "float32"}, {Type::kFloat64, "float64"}};
 
 inline Type type_named(const std::string& name) {
-  const auto known = std::find(std::begin(kTypeNames) + 1, std::end(kTypeNames), name);
-  return known == std::end(kTypeNames) ? Type::kNone : Type(known - std::begin(kTypeNames));
+  for (const auto& [type, known] : kTypeNames)
+    if (name == known) return type;
+  return Type::kNone;
 }
 
-inline std::string name_of(Type type) { return kTypeNames[int(type)]; }
+inline std::string name_of(Type type) {
+  for (const auto& [known, name] : kTypeNames)
+    if (type == known) return name;
+  return "";
+}
 
-inline bool is_floating(Type type) { return type >= Type::kFloat16; }
+inline bool is_floating(Type type) { return name_of(type).find("float") != std::string::npos; }
 
 class Reader {
  public:

@@ -33,16 +33,14 @@ std::vector<int64_t> positions_of(const Checked& call, int i) {
 // Raise the error for the entries at a position. It quotes them, the names of the dimensions and
 // the bound with its value.
 [[noreturn]] void refuse_entry(const Checked& call, int i, int64_t position) {
-  constexpr int64_t kMostQuoted = 8;
   const Line& line = call.text.lines[i];
   const auto shape = positions_of(call, i);
   const Tensor& entries = *call.tensors[i];
   const int64_t count = c10::multiply_integers(shape);
   const Tensor rows = entries.reshape({-1, count});
   std::string got, where;
-  for (int64_t row = 0; row < std::min(rows.size(0), kMostQuoted); ++row)
+  for (int64_t row = 0; row < rows.size(0); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
-  if (rows.size(0) > kMostQuoted) got += ", ...";
   if (rows.size(0) > 1) got = '(' + got + ')';
 
   // From the last dimension to the first, whose index is what the others leave of the position.
@@ -176,9 +174,6 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
     case Parameter::kBool:
       slot.integer = value.toBool();
       break;
-    case Parameter::kString:
-      slot.data = const_cast<char*>(value.toStringRef().c_str());
-      break;
     case Parameter::kChoice: {
       const auto& choices = line.choices;
       slot.integer =
@@ -307,7 +302,8 @@ void run_checked(const Operator& op, torch::jit::Stack* stack, const Compute& co
 
 // The kernel of the dispatch key CPU or CUDA, for all operators.
 template <bool on_cuda>
-void run_on_device(const Operator& op, torch::jit::Stack* stack) {
+void run_on_device(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet,
+                   torch::jit::Stack* stack) {
   run_checked(op, stack, [&](const Checked& call) {
     const Results results = call.results();
     const BoundKernel* kernel = kernel_for(call, on_cuda);
@@ -321,12 +317,14 @@ void run_on_device(const Operator& op, torch::jit::Stack* stack) {
 }
 
 // The kernel of the dispatch key Meta: allocates the results.
-void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
+void run_on_meta(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet,
+                 torch::jit::Stack* stack) {
   run_checked(op, stack, [](const Checked& call) { return call.results(); });
 }
 
 // The kernel of a composition, for all devices.
-void run_composition(const Operator& op, torch::jit::Stack* stack) {
+void run_composition(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet,
+                     torch::jit::Stack* stack) {
   run_checked(op, stack, [&](const Checked& call) {
     const Value value = op.composition->function(values_of(call.stack));
     const IValue& result = ivalue_of(value);

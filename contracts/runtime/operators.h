@@ -21,23 +21,11 @@ using contract::Sum;
 
 // The bytes of a process's address space on x86-64. A result has fewer.
 constexpr int64_t kMostBytes = int64_t(1) << 47;
-using Results = c10::SmallVector<IValue, contract::kMostResults>;
+using Results = c10::SmallVector<IValue, 4>;
 
-at::ScalarType scalar_type(Type type) {
-  static constexpr at::ScalarType kTypes[] = {at::ScalarType::Undefined,
-                                              at::kBool,
-                                              at::kByte,
-                                              at::kUInt16,
-                                              at::kChar,
-                                              at::kShort,
-                                              at::kInt,
-                                              at::kLong,
-                                              at::kHalf,
-                                              at::kBFloat16,
-                                              at::kFloat,
-                                              at::kDouble};
-  return kTypes[int(type)];
-}
+at::ScalarType scalar_type(Type type) { return at::ScalarType(type); }
+static_assert(at::ScalarType(Type::kBFloat16) == at::kBFloat16);
+static_assert(at::ScalarType(Type::kUInt16) == at::kUInt16);
 
 // A Value is an IValue. Its header does not know that type.
 static_assert(sizeof(Value) == sizeof(IValue) && alignof(Value) == alignof(IValue));
@@ -53,11 +41,6 @@ const Tensor kNone;
 
 const Tensor& tensor_or_none(const IValue& value) {
   return value.isTensor() ? value.toTensor() : kNone;
-}
-
-template <class Item>
-bool contains(const std::vector<Item>& list, const Item& item) {
-  return std::find(list.begin(), list.end(), item) != list.end();
 }
 
 // An undefined tensor stands for an absent argument or for a derivative that is zero.

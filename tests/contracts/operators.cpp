@@ -177,10 +177,12 @@ how    "sum" or "mean".
 value  []; like x.
 )");
 
-void diagonal_sum(Strided<const double, 2> x, const char* how, View<double, 0> value) {
+enum class How { kSum, kMean };
+
+void diagonal_sum(Strided<const double, 2> x, How how, View<double, 0> value) {
   value() = 0;
   for (int64_t i = 0; i < x.shape[0]; ++i) value() += x(i, i);
-  if (how[0] == 'm') value() /= double(x.shape[0]);
+  if (how == How::kMean) value() /= double(x.shape[0]);
 }
 const Kernel kDiagonalCpu("diagonal_sum", diagonal_sum);
 
@@ -534,6 +536,10 @@ x      [N]; float64.
 index  [M] or [M, 1]; int8, uint8 or int32; entries 0 <= i < N.
 rows   [M]; like x.
 
+repeated(Tensor x, int count) -> Tensor copies
+count   Of copies.
+copies  [count]; like x.
+
 outer(Tensor x, SymInt n, SymInt m) -> Tensor table
 n      0 to 2^40.
 m      0 to 10^18.
@@ -552,15 +558,12 @@ void picked(View<const double, 1> x, View<const Index, 1> index, View<double, 1>
 void outer(View<const double, 1>, int64_t, int64_t, View<double, 1>) {}
 const Kernel kLimitedCpu("limited", limited);
 const Kernel kPickedCpu("picked", picked<int8_t>, picked<uint8_t>, picked<int32_t>);
-const Kernel kOuterCpu("outer", outer);
+void repeated(View<const double, 1>, int64_t, View<double, 1>) {}
+const Kernel kOuterCpu("outer", outer), kRepeatedCpu("repeated", repeated);
 
 // ---- compositions -------------------------------------------------------------------------------
 
 Value inverse(const Value* arguments) { return 1 / arguments[0]; }
-Value halves(const Value* arguments) {
-  return Value::call("aten::narrow", arguments[0], 0, 0, arguments[0].size(0) / 2);
-}
-Value quotient(const Value* arguments) { return arguments[0] * (arguments[1] / arguments[2]); }
 Value is_given(const Value* arguments) {
   return arguments[0] * int64_t(!arguments[1].is_none()) * int64_t(!arguments[2].is_none());
 }
@@ -573,22 +576,13 @@ Value no_result(const Value*) { return nullptr; }
 Value flag_as_size(const Value* arguments) { return arguments[0] * (Value(true) + 1); }
 Value huge(const Value* arguments) { return arguments[0] * (arguments[1] * (int64_t(1) << 40)); }
 
-const calcops::Composition kCompositions[] = {{"inverse", inverse},
-                                              {"halves", halves},
-                                              {"quotient", quotient},
-                                              {"is_given", is_given},
-                                              {"dimension", dimension},
-                                              {"too_many", too_many},
-                                              {"both", both},
-                                              {"one_of_two", both},
-                                              {"no_result", no_result},
-                                              {"huge", huge},
-                                              {"flag_as_size", flag_as_size}};
+const calcops::Composition kCompositions[] = {
+    {"inverse", inverse},     {"is_given", is_given}, {"dimension", dimension},
+    {"too_many", too_many},   {"both", both},         {"one_of_two", both},
+    {"no_result", no_result}, {"huge", huge},         {"flag_as_size", flag_as_size}};
 
 const Contract kComposed(R"(
 inverse(Tensor x) -> Tensor
-halves(Tensor x) -> Tensor
-quotient(Tensor x, int a, int b) -> Tensor
 is_given(Tensor x, int? number, str? text) -> Tensor
 dimension(Tensor x, int d) -> Tensor
 too_many(Tensor x) -> Tensor
@@ -599,7 +593,6 @@ flag_as_size(Tensor x) -> Tensor
 huge(Tensor x, int a) -> Tensor
 x       [N]; float64.
 a       Text.
-b       Text.
 d       Text.
 number  Text.
 text    Text.

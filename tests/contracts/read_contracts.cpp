@@ -34,7 +34,6 @@ const std::map<std::string, KernelEntry> kKernels = {
     {"with_double", cpu<In, double, Out>()},
     {"with_int", cpu<In, int64_t, Out>()},
     {"with_bool", cpu<In, bool, Out>()},
-    {"with_string", cpu<In, const char*, Out>()},
     {"with_choice", cpu<In, Choice, Out>()},
     {"with_list", cpu<In, List<int64_t>, Out>()},
     {"with_view", cpu<In, In, Out>()},

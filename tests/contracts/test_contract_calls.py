@@ -113,6 +113,14 @@ def test_bounds_are_checked(mine, arguments, message, device):
     assert str(error.value) == f"contracts::limited: expected {message}"
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_number_that_a_shape_names_is_never_negative(mine, device):
+    x = torch.ones(1, device=device, **float64)
+    assert mine.repeated(x, 3).shape == (3,)
+    with pytest.raises(RuntimeError, match="repeated: expected `count` >= 0, got -1$"):
+        mine.repeated(x, -1)
+
+
 def test_numbers_at_their_bounds_are_accepted(mine):
     x = torch.ones(5, **float64)
     for arguments in (dict(shift=-5), dict(shift=5), dict(t=0.6), dict(u=1.9)):
@@ -276,27 +284,9 @@ def test_another_shape_of_fewer_numbers_never_reaches_the_kernel(mine):
         mine.unequal(torch.ones(6, **float64))
 
 
-@pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
-def test_vmap_over_no_items_gives_no_items(mine, name):
-    x = torch.randn(0, 5, **float64, requires_grad=True)
-    if name == "matrix_product":
-        x = torch.randn(0, 5, 4, **float64, requires_grad=True)
-        weights = torch.randn(4, 3, **float64)
-        result = vmap(calcops_jit.matrix_product, (0, None))(x, weights)
-        assert result.shape == vmap(torch.mm, (0, None))(x, weights).shape == (0, 5, 3)
-    elif name == "gather_rows":
-        x = torch.randn(0, 5, 2, **float64, requires_grad=True)
-        result = vmap(mine.gather_rows, (0, None))(x, torch.tensor([1, 4, 2]))
-        assert result.shape == (0, 3, 2)
-    elif name == "pair_energy":
-        result = vmap(mine.pair_energy, (0, None))(x, 1.0)
-        assert result.shape == (0, 5)
-    else:
-        result = vmap(mine.running_sum)(x.detach())
-        assert result.shape == (0, 5)
-        return
-    (gradient,) = torch.autograd.grad(result.sum(), x)
-    assert gradient.shape == x.shape
+def test_vmap_over_no_items_is_an_error(mine):
+    with pytest.raises(RuntimeError, match="running_sum: expected torch.vmap of one item or more"):
+        vmap(mine.running_sum)(torch.ones(0, 5, **float64))
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
@@ -370,19 +360,10 @@ def test_a_number_as_a_gradient_is_an_error(mine):
 # ---- Value ---------------------------------------------------------------------------------------
 
 
-def test_values_divide_by_tensors_and_sizes(mine):
+def test_a_number_is_divided_by_a_tensor_and_a_size_is_an_item_of_a_shape(mine):
     x = torch.rand(5, **float64) + 1
     assert torch.equal(mine.inverse(x), 1 / x)
-    assert torch.equal(mine.halves(x), x[:2])
     assert torch.equal(mine.dimension(x, 0), x * 5)
-
-
-@pytest.mark.parametrize(("a", "b"), [(-(2**63), -1), (5, 0)])
-def test_a_size_is_divided_by_positive_sizes(mine, a, b):
-    x = torch.ones(2, **float64)
-    assert torch.equal(mine.quotient(x, 7, 2), x * 3)
-    with pytest.raises(RuntimeError, match=f"expected a size divided by at least 1, got {b}"):
-        mine.quotient(x, a, b)
 
 
 def test_a_composition_takes_optional_numbers_and_strings(mine):
