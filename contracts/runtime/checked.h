@@ -18,21 +18,23 @@ namespace {
 // Sizes are SymInts. Under torch.compile and torch.export they may be symbols.
 
 // Return a size, or 0 if it is a symbol without a value.
-int64_t value_or_zero(const SymInt& a) { return a.maybe_as_int().value_or(0); }
+int64_t value_or_zero(const SymInt& a) {
+  return a.is_heap_allocated() ? a.maybe_as_int().value_or(0) : a.as_int_unchecked();
+}
 
 // Sums and products that do not fit into 64 bits are sizes for which no memory suffices.
 SymInt sum_of(const SymInt& a, const SymInt& b) {
-  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
   int64_t sum = 0;
-  if (!x || !y) return a + b;
-  if (__builtin_add_overflow(*x, *y, &sum)) throw std::bad_alloc();
+  if (!contract::are_integers(a, b)) return a + b;
+  if (__builtin_add_overflow(a.as_int_unchecked(), b.as_int_unchecked(), &sum))
+    throw std::bad_alloc();
   return sum;
 }
 SymInt product_of(const SymInt& a, const SymInt& b) {
-  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
   int64_t product = 0;
-  if (!x || !y) return a * b;
-  if (__builtin_mul_overflow(*x, *y, &product)) throw std::bad_alloc();
+  if (!contract::are_integers(a, b)) return a * b;
+  if (__builtin_mul_overflow(a.as_int_unchecked(), b.as_int_unchecked(), &product))
+    throw std::bad_alloc();
   return product;
 }
 
@@ -93,6 +95,7 @@ struct Checked {
   // Return the value of a sum of products of sizes.
   SymInt value(const Sum& sum) const {
     if (const int size = contract::bare(sum); size >= 0) return sizes[size];
+    if (sum.size() == 1 && sum[0].sizes.empty()) return sum[0].factor;
     SymInt total = 0;
     for (const contract::Product& product : sum) {
       SymInt term = product.factor;
@@ -214,11 +217,13 @@ struct Checked {
         if (!contract::is_equal(shape[d], value(want[d]))) return false;
         continue;
       }
-      // The dimension is a size plus known ones. With 0 for the size, value() is their sum.
       const int size = __builtin_ctz(unknown);
+      set_size(size, shape[d]);
+      if (want[d].size() == 1) continue;
+      // The dimension is a size plus known ones. With 0 for the size, value() is their sum.
       sizes[size] = 0;
-      set_size(size, sum_of(shape[d], product_of(-1, value(want[d]))));
-      if (want[d].size() > 1 && !contract::is_at_most(0, sizes[size])) return false;
+      sizes[size] = sum_of(shape[d], product_of(-1, value(want[d])));
+      if (!contract::is_at_most(0, sizes[size])) return false;
     }
     if (line.whole < 0 || contract::sizes_of(line.parts) & ~has_value) return true;
     const SymInt parts = value(line.parts);
@@ -297,27 +302,29 @@ struct Checked {
   // Return the shape of a result. One that is also an argument has the shape of that. One that is
   // not wanted has no elements.
   c10::SymDimVector result_shape(size_t i) const {
-    if (!op.is_wanted(stack, i)) return {0};
+    c10::SymDimVector shape;
     const int index = op.result_lines[i];
     const Line& line = text.lines[index];
-    if (op.has(index)) {
+    if (!op.is_wanted(stack, i)) {
+      shape.push_back(0);
+    } else if (op.has(index)) {
       if (!tensors[index]->defined()) refuse(line.name, "where its gradient is wanted", "none");
-      return c10::SymDimVector(tensors[index]->sym_sizes());
-    }
-    c10::SymDimVector shape;
-    if (line.any_shape)
+      for (const SymInt& size : tensors[index]->sym_sizes()) shape.push_back(size);
+    } else if (line.any_shape) {
       for (const SymInt& size : ivalue_of(result_shapes[i]).toSymIntVector()) shape.push_back(size);
-    else
+    } else {
       for (const Sum& dim : line.shapes[0]) shape.push_back(value(dim));
-    SymInt bytes = 8;  // of a number of the widest dtype
+    }
+    int64_t bytes = 8;  // of a number of the widest dtype
     for (const SymInt& size : shape) {
       if (!contract::is_at_most(0, size))
         refuse(text.lines[first].name, "large enough for a result " + line.shape_text,
                tensors[first]->sym_sizes());
       // A size of 0 counts as 1: the strides of an empty result are products of the other sizes.
-      bytes = product_of(bytes, std::max<int64_t>(value_or_zero(size), 1));
+      const int64_t count = std::max<int64_t>(value_or_zero(size), 1);
+      if (__builtin_mul_overflow(bytes, count, &bytes) || bytes >= kMostBytes)
+        throw std::bad_alloc();
     }
-    if (bytes >= kMostBytes) throw std::bad_alloc();
     return shape;
   }
 

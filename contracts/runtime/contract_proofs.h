@@ -50,21 +50,26 @@ struct Signature {
   bool may_be_absent(int line) const { return is_optional(at_line(line)); }
 };
 
-// Compare numbers, or sizes. A comparison of sizes that are symbols becomes an assertion of the
-// graph.
+// Return whether sizes are no symbols. Where they are not, integers are compared and computed with
+// directly, because SymInt's operators take several times as long.
+inline bool are_integers(const c10::SymInt& a, const c10::SymInt& b) {
+  return !a.is_heap_allocated() && !b.is_heap_allocated();
+}
+
+// Compare numbers, or sizes. A comparison of symbols becomes an assertion of the graph.
 inline bool is_below(double a, double b) { return a < b; }
 inline bool is_at_most(double a, double b) { return a <= b; }
 inline bool is_below(const c10::SymInt& a, const c10::SymInt& b) {
-  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
-  return x && y ? *x < *y : a.sym_lt(b).expect_true(__FILE__, __LINE__);
+  if (are_integers(a, b)) return a.as_int_unchecked() < b.as_int_unchecked();
+  return a.sym_lt(b).expect_true(__FILE__, __LINE__);
 }
 inline bool is_at_most(const c10::SymInt& a, const c10::SymInt& b) {
-  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
-  return x && y ? *x <= *y : a.sym_le(b).expect_true(__FILE__, __LINE__);
+  if (are_integers(a, b)) return a.as_int_unchecked() <= b.as_int_unchecked();
+  return a.sym_le(b).expect_true(__FILE__, __LINE__);
 }
 inline bool is_equal(const c10::SymInt& a, const c10::SymInt& b) {
-  const auto x = a.maybe_as_int(), y = b.maybe_as_int();
-  return x && y ? *x == *y : a.sym_eq(b).expect_true(__FILE__, __LINE__);
+  if (are_integers(a, b)) return a.as_int_unchecked() == b.as_int_unchecked();
+  return a.sym_eq(b).expect_true(__FILE__, __LINE__);
 }
 
 // Return whether a number is within a bound.
