@@ -40,7 +40,8 @@ void at_contract(const Family& family, const Function& function) {
   try {
     function();
   } catch (const std::exception&) {
-    TORCH_CHECK(false, family.file, ":", family.line, ": contract, ", calcops_jit::message());
+    TORCH_CHECK(false, family.entry.file, ":", family.entry.line, ": contract, ",
+                calcops_jit::message());
   }
 }
 
@@ -73,16 +74,17 @@ void take_parts(Family& family, const Items<Part>& parts, const char* what,
 }
 
 // Read a contract and make its operators.
-void read_family(Family& family, const ContractEntry& entry) {
+void read_family(Family& family) {
+  const ContractEntry& entry = family.entry;
   std::vector<std::string> composed;
   for (const Composition& composition : entry.compositions) composed.push_back(composition.op);
   family.text = contract::Reader(entry.text).read();
   for (contract::Signature& signature : contract::Prover(family.text, composed).operators) {
-    const std::string name = qualified(signature.schema.name, family.name_space);
+    const std::string name = qualified(signature.schema.name, entry.name_space);
     for (const Family& other : families())
       for (const Operator& known : other.operators)
         TORCH_CHECK(known.name != name, "line ", signature.schema.number, ": ", name,
-                    " has another contract at ", other.file, ":", other.line);
+                    " has another contract at ", other.entry.file, ":", other.entry.line);
     family.operators.push_back(Operator{std::move(signature), &family, name});
   }
   take_parts(family, entry.compositions, "composition", &Operator::composition);
@@ -166,26 +168,19 @@ std::deque<ContractEntry>& contracts_waiting() {
   return *waiting;
 }
 
-// Register the operators of all contracts that wait.
-void define_waiting(torch::Library&) {
-  if (contracts_waiting().empty()) return;
-  while (!contracts_waiting().empty()) {
-    const ContractEntry entry = contracts_waiting().front();
-    contracts_waiting().pop_front();
-    Family& family = families().emplace_back();
-    family.name_space = entry.name_space;
-    family.file = entry.file;
-    family.line = entry.line;
-    family.without_cuda = entry.without_cuda;
-    at_contract(family, [&] { read_family(family, entry); });
-    take_kernels(family);
-    for (Operator& op : family.operators) {
-      torch::Library library(torch::Library::FRAGMENT, op.name.substr(0, op.name.find("::")),
-                             std::nullopt, family.file.c_str(), uint32_t(family.line));
-      define(library, op);
-    }
+// Register the operators of the first contract that waits. If that throws, the contract waits on.
+void define_next(torch::Library&) {
+  Family& family = families().emplace_back(Family{contracts_waiting().front()});
+  at_contract(family, [&] { read_family(family); });
+  take_kernels(family);
+  for (const Operator& op : family.operators) {
+    torch::Library library(torch::Library::FRAGMENT, op.name.substr(0, op.name.find("::")),
+                           std::nullopt, family.entry.file, uint32_t(family.entry.line));
+    define(library, op);
   }
-  if (calcops_jit::was_held()) check_all_kernels();
+  const bool is_last = contracts_waiting().size() == 1;
+  if (is_last && calcops_jit::was_held()) check_all_kernels();
+  contracts_waiting().pop_front();
 }
 
 // Return the text that help() shows below the schema.
@@ -194,8 +189,7 @@ std::string documentation(const Operator& op) {
   const auto add = [&](const char* title, const std::vector<int>& lines) {
     text += title;
     for (const int line : lines)
-      if (line >= 0 && !op.family->text.lines[line].text.empty())
-        text += '\n' + op.family->text.lines[line].text;
+      if (line >= 0) text += '\n' + op.text().lines[line].text;
     text += '\n';
   };
   add("", op.lines);
@@ -207,7 +201,7 @@ std::string documentation(const Operator& op) {
 
 void add_contract(const ContractEntry& contract) {
   contracts_waiting().push_back(contract);
-  calcops_jit::Initializer({torch::Library::FRAGMENT, &define_waiting, contract.name_space,
+  calcops_jit::Initializer({torch::Library::FRAGMENT, &define_next, contract.name_space,
                             std::nullopt, contract.file, uint32_t(contract.line)});
 }
 

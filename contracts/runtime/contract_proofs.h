@@ -75,16 +75,9 @@ inline bool is_equal(const c10::SymInt& a, const c10::SymInt& b) {
 // Return whether a number is within a bound.
 template <class Number>
 bool meets(Compare compare, const Number& a, const Number& bound) {
-  switch (compare) {
-    case Compare::kLess:
-      return is_below(a, bound);
-    case Compare::kAtMost:
-      return is_at_most(a, bound);
-    case Compare::kMore:
-      return is_below(bound, a);
-    default:
-      return is_at_most(bound, a);
-  }
+  if (compare == Compare::kLess) return is_below(a, bound);
+  if (compare == Compare::kAtMost) return is_at_most(a, bound);
+  return compare == Compare::kMore ? is_below(bound, a) : is_at_most(bound, a);
 }
 
 class Prover {
@@ -135,7 +128,7 @@ class Prover {
       if (root.types.empty())
         fail(line, "expected its dtype, such as float32 or float64, or like x");
       line.read_as = root.read_as;
-      if (line.has_entries) check_entries(line, root.types);
+      if (line.has_entries()) check_entries(line, root.types);
     }
   }
 
@@ -265,7 +258,7 @@ class Prover {
       }
       if (!line.is_tensor()) fail(line, "expected the shape of a result, such as [N, 3]");
       if (line.shapes.size() > 1) fail(line, "a result has one shape");
-      if (!op.is_composition && (line.has_entries || !line.limits.empty() || line.is_constant))
+      if (!op.is_composition && (line.has_entries() || !line.limits.empty() || line.is_constant))
         fail(line, "entries, limits and `constant` are for arguments");
     }
   }
@@ -395,7 +388,7 @@ inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry
     fail(std::to_string(count) + " parameters for " + std::to_string(lines.size()) +
          " arguments and results, at most " + std::to_string(kMost));
   const bool has_entries = std::any_of(op.tensors.begin(), op.tensors.end(),
-                                       [&](int i) { return text.lines[i].has_entries; });
+                                       [&](int i) { return text.lines[i].has_entries(); });
   if (kernel.checks_entries && !kernel.is_cuda && !has_entries)
     fail("it returns the position of a wrong entry, and no argument has entries");
 

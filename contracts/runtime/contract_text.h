@@ -98,7 +98,6 @@ struct Line {
   std::string like;            // `like x`
   int group = -1;              // the line whose dtypes it has: its own or that of `like`
   bool is_constant = false;    // it has no derivative
-  bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
 
@@ -108,6 +107,7 @@ struct Line {
   std::vector<std::string> choices;  // the allowed strings
 
   bool is_tensor() const { return any_shape || !shapes.empty(); }
+  bool has_entries() const { return !entries.text.empty(); }
 };
 
 // name(arguments) -> results, and the text below it.
@@ -554,7 +554,6 @@ class Reader {
   // Read `entries -1 or 0 <= j < n + nghost at frame, atom, slot`.
   void read_entries(Line& line) {
     const size_t begin = next_;
-    line.has_entries = true;
     if (accept("-")) {
       require("1");
       require("or");

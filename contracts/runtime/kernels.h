@@ -4,7 +4,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/equal.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
@@ -62,7 +61,7 @@ std::vector<int64_t> positions_of(const Checked& call, int i) {
 // lines with entries, one line after the other.
 [[noreturn]] void refuse_position(const Checked& call, int64_t position) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
-    if (!call.text.lines[i].has_entries || !call.tensors[i]->defined()) continue;
+    if (!call.text.lines[i].has_entries() || !call.tensors[i]->defined()) continue;
     const int64_t count = c10::multiply_integers(positions_of(call, int(i)));
     if (position < count) refuse_entry(call, int(i), position);
     position -= count;
@@ -75,7 +74,8 @@ std::vector<int64_t> positions_of(const Checked& call, int i) {
 void check_entries(const Checked& call) {
   for (const int i : call.op.tensors) {
     const Line& line = call.text.lines[i];
-    if (!line.has_entries || !call.tensors[i]->defined() || call.tensors[i]->numel() == 0) continue;
+    if (!line.has_entries() || !call.tensors[i]->defined() || call.tensors[i]->numel() == 0)
+      continue;
     // In a small dtype, the bound could wrap.
     const Tensor entries = call.tensors[i]->to(at::kLong);
     const Tensor wrong = entries.lt(line.entries.may_be_none ? -1 : 0)
@@ -164,30 +164,18 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
     slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
     slot.integer = int64_t(list.size());
   };
-  switch (kind) {
-    case Parameter::kInt:
-      slot.integer = value.toInt();
-      break;
-    case Parameter::kFloat:
-      slot.real = value.toDouble();
-      break;
-    case Parameter::kBool:
-      slot.integer = value.toBool();
-      break;
-    case Parameter::kChoice: {
-      const auto& choices = line.choices;
-      slot.integer =
-          std::find(choices.begin(), choices.end(), value.toStringRef()) - choices.begin();
-      break;
-    }
-    case Parameter::kInts:
-      set_list(storage.integers.emplace_back(value.isNone() ? std::vector<int64_t>()
-                                                            : value.toIntVector()));
-      break;
-    default:  // kFloats
-      set_list(storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
-                                                           : value.toDoubleVector()));
-  }
+  if (value.isNone()) return;  // an absent list
+  if (kind == Parameter::kFloat)
+    slot.real = value.toDouble();
+  else if (kind == Parameter::kInts)
+    set_list(storage.integers.emplace_back(value.toIntVector()));
+  else if (kind == Parameter::kFloats)
+    set_list(storage.numbers.emplace_back(value.toDoubleVector()));
+  else if (kind == Parameter::kChoice)
+    slot.integer = std::find(line.choices.begin(), line.choices.end(), value.toStringRef()) -
+                   line.choices.begin();
+  else
+    slot.integer = kind == Parameter::kBool ? value.toBool() : value.toInt();
 }
 
 // Fill a slot for each of the kernel's parameters. An operator that uses the kernels of another one
@@ -307,8 +295,8 @@ void run_on_device(const Operator& op, const c10::OperatorHandle&, c10::Dispatch
   run_checked(op, stack, [&](const Checked& call) {
     const Results results = call.results();
     const BoundKernel* kernel = kernel_for(call, on_cuda);
-    TORCH_CHECK(kernel || !on_cuda || !op.family->without_cuda, op.name,
-                ": built without CUDA because ", op.family->without_cuda);
+    TORCH_CHECK(kernel || !on_cuda || !op.family->entry.without_cuda, op.name,
+                ": built without CUDA because ", op.family->entry.without_cuda);
     TORCH_CHECK(kernel, op.name, ": no kernel for ", on_cuda ? "CUDA" : "the CPU",
                 " and these dtypes is registered");
     run_kernel(call, *kernel, results);

@@ -87,11 +87,9 @@ struct Operator : contract::Signature {
 
 // All operators of one contract.
 struct Family {
-  contract::Text text;
-  std::string name_space, file;
-  int line = 0;                        // of the contract in the file
-  const char* without_cuda = nullptr;  // why the build has no CUDA
-  std::deque<Operator> operators;
+  ContractEntry entry;
+  contract::Text text{};
+  std::deque<Operator> operators{};
 };
 
 const contract::Text& Operator::text() const { return family->text; }

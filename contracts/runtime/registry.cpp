@@ -1,9 +1,9 @@
 // Registers a library's operators. The blocks of TORCH_LIBRARY in it
-// (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl in them becomes a step.
-// commit() registers all steps or none.
+// (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl is a step. commit()
+// registers all steps or none.
 //
-// In a C++ host, the library's initialisers call commit(). The loader (registration.py) compares the
-// steps first. It "holds" the library: while it opens it, the dispatcher has an operator
+// In a C++ host, the library's initialisers call commit(). The loader (registration.py) compares
+// the steps first. It "holds" the library: while opening it, it registers an operator
 // calcops_jit::holds with an overload that encodes the library's path.
 //
 // A registration remains until the process ends, or until a newer library no longer has it. The
@@ -164,10 +164,9 @@ Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name
        line,
        [op, schema, tags,
         where = c10::str("registered at ", file_, ":", line_)](calcops_jit::Handles& done) {
-         auto& dispatcher = calcops_jit::dispatcher();
-         const auto live = dispatcher.findSchema(op);
+         const auto live = calcops_jit::dispatcher().findSchema(op);
          if (!live || live->schema() != schema)
-           done.emplace_back("", dispatcher.registerDef(schema, where, tags));
+           done.emplace_back("", calcops_jit::dispatcher().registerDef(schema, where, tags));
        }});
   return *this;
 }
@@ -249,4 +248,3 @@ CALCOPS_EXPORT void calcops_jit_retire(const char* name) {
   calcops_jit::Registry::here().live.remove_if(
       [&](const auto& step) { return step.first == name; });
 }
-#undef CALCOPS_EXPORT
