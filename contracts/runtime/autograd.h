@@ -13,84 +13,73 @@
 
 #include <cctype>
 #include <mutex>
-#include <optional>
 
 #include "operators.h"
 
 namespace calcops {
 namespace {
 
-// The derivatives of an operator by the formulas of its source, which are functions of Values.
-struct Derivatives {
-  const Operator& op;
-  const Derivative& formula;
+// The derivatives of an operator are the formulas of its source, which are functions of Values.
 
-  // Raise an error if a result has an integer dtype, which is rounded. `argument` is
-  // differentiated.
-  void check(const Call& call, size_t argument) const {
-    for (const int result : op.result_lines)
-      for (const int line : op.tensors) {
-        const Tensor& x = tensor_or_none(call.arguments[op.argument[line]]);
-        const auto& lines = op.family->text.lines;
-        if (lines[line].group != lines[result].group || !x.defined()) continue;
-        TORCH_CHECK(c10::isFloatingType(x.scalar_type()), op.name, ": expected `", lines[line].name,
-                    "` of a floating dtype where `", op.schema.arguments[argument].name,
-                    "` has a derivative, got ", x.scalar_type());
-      }
-  }
-
-  // Raise an error if an argument is differentiated that is constant.
-  void check_constants(const Call& call, const std::vector<bool>& differentiated,
-                       const char* what) const {
-    for (size_t i = 0; i < differentiated.size(); ++i) {
-      const int line = op.lines[i];
-      if (!differentiated[i] || line < 0 || !op.family->text.lines[line].is_constant) continue;
-      const Tensor& x = call.arguments[i].toTensor();
-      TORCH_CHECK(false, op.name, ": expected `", op.schema.arguments[i].name, "` that ", what,
-                  ", got ", x.scalar_type(), ' ', x.sym_sizes());
+// Raise an error if a result has an integer dtype, which is rounded. `argument` is differentiated.
+void check_rounding(const Operator& op, const Call& call, size_t argument) {
+  const auto& lines = op.text().lines;
+  for (const int result : op.result_lines)
+    for (const int line : op.tensors) {
+      const Tensor& x = tensor_or_none(call.arguments[op.argument[line]]);
+      if (lines[line].group != lines[result].group || !x.defined()) continue;
+      TORCH_CHECK(c10::isFloatingType(x.scalar_type()), op.name, ": expected `", lines[line].name,
+                  "` of a floating dtype where `", op.parsed.arguments()[argument].name(),
+                  "` has a derivative, got ", x.scalar_type());
     }
-  }
+}
 
-  // Return whether a gradient needs the values of an argument. The caller may change an argument in
-  // place if it is not needed.
-  bool depends_on(size_t argument) const {
-    return !formula.unused || op.schema.arguments[argument].name != formula.unused;
+// Raise an error if an argument is differentiated that is constant.
+void check_constants(const Operator& op, const Call& call, const std::vector<bool>& differentiated,
+                     const char* what) {
+  for (size_t i = 0; i < differentiated.size(); ++i) {
+    const int line = op.lines[i];
+    if (!differentiated[i] || line < 0 || !op.text().lines[line].is_constant) continue;
+    const Tensor& x = call.arguments[i].toTensor();
+    TORCH_CHECK(false, op.name, ": expected `", op.text().lines[line].name, "` that ", what,
+                ", got ", x.scalar_type(), ' ', x.sym_sizes());
   }
+}
 
-  // Return the gradients for the arguments from those for the results. Unwanted ones may be
-  // undefined.
-  tensor_list vjp(const Call& call, const tensor_list& upstream,
-                  const std::vector<bool>& wanted) const {
-    std::vector<Value> gradients(wanted.size(), value_of(Tensor()));
-    for (size_t i = 0; i < wanted.size(); ++i)
-      if (!wanted[i]) gradients[i] = false;
-    const std::vector<IValue> given(upstream.begin(), upstream.end());
-    formula.vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());
-    return tensors_of(gradients);
+// Return tensors for the Values that a formula set; undefined ones for false, which are unwanted.
+tensor_list tensors_of(const Operator& op, const std::vector<Value>& values) {
+  tensor_list tensors;
+  for (const Value& value : values) {
+    const IValue& given = ivalue_of(value);
+    TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op.name,
+                ": expected tensors from the formula of its derivative, got a ", given.tagKind());
+    tensors.push_back(tensor_or_none(given));
   }
+  return tensors;
+}
 
-  // Return the tangents of the results from those of the arguments.
-  tensor_list jvp(const Call& call, const tensor_list& tangents) const {
-    TORCH_CHECK_NOT_IMPLEMENTED(formula.jvp, op.name,
-                                ": its derivative has no formula for forward mode");
-    const std::vector<IValue> given(tangents.begin(), tangents.end());
-    std::vector<Value> results(op.schema.results.size(), value_of(Tensor()));
-    formula.jvp(values_of(call.arguments.data()), values_of(given.data()), results.data());
-    return tensors_of(results);
-  }
+// Return the gradients for the arguments from those for the results. Unwanted ones may be
+// undefined.
+tensor_list gradients_of(const Operator& op, const Call& call, const tensor_list& upstream,
+                         const std::vector<bool>& wanted) {
+  check_constants(op, call, wanted, "requires no gradient");
+  std::vector<Value> gradients(wanted.size(), value_of(Tensor()));
+  for (size_t i = 0; i < wanted.size(); ++i)
+    if (!wanted[i]) gradients[i] = false;
+  const std::vector<IValue> given(upstream.begin(), upstream.end());
+  op.derivative->vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());
+  return tensors_of(op, gradients);
+}
 
-  // Return tensors for the Values that a formula set; undefined ones for false, which are unwanted.
-  tensor_list tensors_of(const std::vector<Value>& values) const {
-    tensor_list tensors;
-    for (const Value& value : values) {
-      const IValue& given = ivalue_of(value);
-      TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op.name,
-                  ": expected tensors from the formula of its derivative, got a ", given.tagKind());
-      tensors.push_back(tensor_or_none(given));
-    }
-    return tensors;
-  }
-};
+// Return the tangents of the results from those of the arguments.
+tensor_list tangents_of(const Operator& op, const Call& call, const tensor_list& tangents) {
+  TORCH_CHECK_NOT_IMPLEMENTED(op.derivative->jvp, op.name,
+                              ": its derivative has no formula for forward mode");
+  const std::vector<IValue> given(tangents.begin(), tangents.end());
+  std::vector<Value> results(op.parsed.returns().size(), value_of(Tensor()));
+  op.derivative->jvp(values_of(call.arguments.data()), values_of(given.data()), results.data());
+  return tensors_of(op, results);
+}
 
 // From PyTorch 2.13 on, a Node counts its own references. Before, std::shared_ptr does.
 template <class Node>
@@ -108,18 +97,16 @@ bool any_defined(const tensor_list& list) {
 
 // The graph node of a call. All lists except `upstream` have an entry for each argument.
 struct CallNode final : torch::autograd::Node {
-  const Derivatives* derivatives = nullptr;
-  std::optional<c10::OperatorHandle> op;
+  const Operator* op = nullptr;
+  std::optional<c10::OperatorHandle> handle;
   std::vector<IValue> plain;                          // the arguments that are no tensors
   std::vector<torch::autograd::SavedVariable> saved;  // the arguments that are tensors
-  static constexpr const char* kNoGradient = "requires no gradient";
 
   // Return the node's name: ForceVirialBackward for calcops::force_virial.
   std::string name() const override {
     std::string name;
-    const std::string& op_name = op->operator_name().name;
     bool begins_word = true;
-    for (const char letter : op_name.substr(op_name.rfind(':') + 1)) {
+    for (const char letter : op->name.substr(op->name.rfind(':') + 1)) {
       if (letter != '_') name += begins_word ? char(std::toupper(letter)) : letter;
       begins_word = letter == '_';
     }
@@ -129,9 +116,7 @@ struct CallNode final : torch::autograd::Node {
   tensor_list apply(tensor_list&& upstream) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!any_defined(upstream)) return tensor_list(plain.size());
-    const Call call{*op, arguments()};
-    derivatives->check_constants(call, wanted(), kNoGradient);
-    return derivatives->vjp(call, upstream, wanted());
+    return gradients_of(*op, {*handle, arguments()}, upstream, wanted());
   }
 
   void release_variables() override {
@@ -141,7 +126,7 @@ struct CallNode final : torch::autograd::Node {
 
   // Collect the values on which compiled autograd's cache key and graph depend.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(op->operator_name().name);
+    args.collect(op->name);
     args.collect(saved, /*is_output=*/false);
     for (const IValue& argument : plain) args.collect(argument);
   }
@@ -162,9 +147,9 @@ struct CallNode final : torch::autograd::Node {
     const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
     const std::string function = compiler->bind_function(
         swap.get_py_compiler(), name(),
-        [derivatives = derivatives, op = *op](const tensor_list& upstream,
-                                              const std::vector<IValue>& packed) {
-          return replay(*derivatives, op, upstream, packed);
+        [op = op, handle = *handle](const tensor_list& upstream,
+                                    const std::vector<IValue>& packed) {
+          return replay(*op, handle, upstream, packed);
         },
         std::move(types), /*is_custom_function=*/true, /*is_traceable=*/true);
     using Metadata = std::vector<std::optional<torch::autograd::InputMetadata>>;
@@ -192,13 +177,12 @@ struct CallNode final : torch::autograd::Node {
   }
 
   // Compute the gradients when compiled autograd runs its graph.
-  static tensor_list replay(const Derivatives& derivatives, const c10::OperatorHandle& op,
+  static tensor_list replay(const Operator& op, const c10::OperatorHandle& handle,
                             const tensor_list& upstream, const std::vector<IValue>& packed) {
     const auto wanted = packed[0].to<std::vector<bool>>();
-    const Call call{op, {packed.begin() + 1, packed.end()}};
+    const Call call{handle, {packed.begin() + 1, packed.end()}};
     tensor_list gradients(wanted.size());
-    derivatives.check_constants(call, wanted, kNoGradient);
-    if (any_defined(upstream)) gradients = derivatives.vjp(call, upstream, wanted);
+    if (any_defined(upstream)) gradients = gradients_of(op, call, upstream, wanted);
     // In a graph no gradient may be absent, so it is zero.
     for (size_t i = 0; i < wanted.size(); ++i)
       if (wanted[i] && !gradients[i].defined())
@@ -209,13 +193,13 @@ struct CallNode final : torch::autograd::Node {
 
 // The kernel of the dispatch key Autograd: calls the operator below autograd and attaches its
 // derivatives.
-void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op,
-                   c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void differentiate(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
+                   torch::jit::Stack* stack) {
   const auto run_below_autograd = [&] {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    handle.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   };
-  const size_t count = op.schema().arguments().size();
+  const size_t count = op.count();
   const auto arguments = torch::jit::last(*stack, count);
   bool reverse_mode = false, forward_mode = false;
   size_t first = count;  // the first argument that is differentiated
@@ -230,8 +214,8 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
   }
   if (first == count) return run_below_autograd();
 
-  Call call{op, arguments.vec()};
-  derivatives.check(call, first);
+  Call call{handle, arguments.vec()};
+  check_rounding(op, call, first);
   tensor_list inputs, tangents(count);
   inputs.reserve(count);
   for (const IValue& argument : call.arguments) inputs.push_back(tensor_or_none(argument));
@@ -240,13 +224,15 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
   if (reverse_mode) {
     node = make_node<CallNode>();
     node->set_next_edges(torch::autograd::collect_next_edges(inputs));
-    node->derivatives = &derivatives;
-    node->op = op;
+    node->op = &op;
+    node->handle = handle;
     node->plain.reserve(count);
     node->saved.reserve(count);
+    // The caller may change an argument in place if no derivative needs its values.
+    const char* unused = op.derivative->unused;
     for (size_t i = 0; i < count; ++i) {
       node->plain.push_back(call.arguments[i].isTensor() ? IValue() : call.arguments[i]);
-      const bool is_needed = derivatives.depends_on(i);
+      const bool is_needed = !unused || op.parsed.arguments()[i].name() != unused;
       node->saved.emplace_back(is_needed ? inputs[i] : at::Tensor(), /*is_output=*/false);
     }
   }
@@ -259,16 +245,16 @@ void differentiate(const Derivatives& derivatives, const c10::OperatorHandle& op
       call.arguments[i] = inputs[i]._fw_primal(/*level=*/0);
       has_tangent[i] = true;
     }
-  derivatives.check_constants(call, has_tangent, "has no tangent");
+  check_constants(op, call, has_tangent, "has no tangent");
 
   run_below_autograd();
   tensor_list outputs;
-  for (const IValue& output : torch::jit::last(*stack, op.schema().returns().size()))
+  for (const IValue& output : torch::jit::last(*stack, op.parsed.returns().size()))
     outputs.push_back(output.toTensor());
   if (node) torch::autograd::set_history(outputs, node);
 
   if (!forward_mode) return;
-  const tensor_list output_tangents = derivatives.jvp(call, tangents);
+  const tensor_list output_tangents = tangents_of(op, call, tangents);
   for (size_t i = 0; i < outputs.size(); ++i)
     if (output_tangents[i].defined())
       outputs[i]._set_fw_grad(output_tangents[i], /*level=*/0, /*is_inplace_op=*/false);

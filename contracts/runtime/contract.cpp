@@ -5,11 +5,7 @@
 
 #include <algorithm>
 #include <deque>
-#include <functional>
-#include <map>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "autograd.h"
 #include "kernels.h"
@@ -27,13 +23,14 @@ namespace {
 
 // A kernel of the dispatcher.
 struct Boxed final : c10::OperatorKernel {
-  using Function =
-      std::function<void(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*)>;
-  explicit Boxed(Function function) : function(std::move(function)) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+  using Function = void (*)(const Operator&, const c10::OperatorHandle&, c10::DispatchKeySet,
+                            torch::jit::Stack*);
+  Boxed(const Operator& op, Function function) : op(op), function(function) {}
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    function(op, keys, stack);
+    function(op, handle, keys, stack);
   }
+  const Operator& op;
   const Function function;
 };
 
@@ -43,58 +40,66 @@ void at_contract(const Family& family, const Function& function) {
   try {
     function();
   } catch (const std::exception&) {
-    TORCH_CHECK(false, family.file, ":", family.line, ": contract, ", calcops_jit::message());
+    TORCH_CHECK(false, family.entry.file, ":", family.entry.line, ": contract, ",
+                calcops_jit::message());
   }
 }
 
-// Pass each part of a source, such as a Check, to its operator. `take` returns false if the
-// operator had one.
-template <class Part, class Take>
-void take_parts(Family& family, const Items<Part>& parts, const char* what, const Take& take) {
+// Return an operator's name with its namespace.
+std::string qualified(const std::string& name, const std::string& name_space) {
+  return name.find("::") == std::string::npos ? name_space + "::" + name : name;
+}
+
+// Return the operators whose kernels an operator may use. If it has kernels, it is the only one.
+std::vector<const Operator*> owners_of(const Operator& op) {
+  if (!op.kernels.empty()) return {&op};
+  std::vector<const Operator*> owners;
+  for (const Operator& other : op.family->operators)
+    if (!other.kernels.empty() && contract::may_use_kernels_of(op.text(), op, other))
+      owners.push_back(&other);
+  return owners;
+}
+
+// Give each part of a source, such as a Check, to its operator.
+template <class Part>
+void take_parts(Family& family, const Items<Part>& parts, const char* what,
+                const Part* Operator::* place) {
   for (const Part& part : parts) {
     const auto op = std::find_if(family.operators.begin(), family.operators.end(),
                                  [&](const Operator& op) { return op.schema.name == part.op; });
     TORCH_CHECK(op != family.operators.end(), "a ", what, " of ", part.op,
                 ", which no schema names");
-    TORCH_CHECK(take(*op, part), "two ", what, "s of ", part.op);
+    TORCH_CHECK(!std::exchange(*op.*place, &part), "two ", what, "s of ", part.op);
   }
 }
 
 // Read a contract and make its operators.
-void read_family(Family& family, const ContractEntry& entry) {
+void read_family(Family& family) {
+  const ContractEntry& entry = family.entry;
   std::vector<std::string> composed;
   for (const Composition& composition : entry.compositions) composed.push_back(composition.op);
-  auto proved = contract::Prover(contract::Reader(entry.text).read(), composed).proved();
-  family.text = std::move(proved.text);
-  for (contract::Signature& signature : proved.operators) {
-    const std::string name = signature.schema.name;
-    const bool is_qualified = name.find("::") != std::string::npos;
-    Operator& op = family.operators.emplace_back(Operator{
-        std::move(signature), &family, is_qualified ? name : family.name_space + "::" + name});
-    op.count = int(op.schema.arguments.size());
+  family.text = contract::Reader(entry.text).read();
+  for (contract::Signature& signature : contract::Prover(family.text, composed).operators) {
+    const std::string name = qualified(signature.schema.name, entry.name_space);
     for (const Family& other : families())
       for (const Operator& known : other.operators)
-        TORCH_CHECK(&known == &op || known.name != op.name, "line ", op.schema.number, ": ",
-                    op.name, " has another contract at ", other.file, ":", other.line);
+        TORCH_CHECK(known.name != name, "line ", signature.schema.number, ": ", name,
+                    " has another contract at ", other.entry.file, ":", other.entry.line);
+    family.operators.push_back(Operator{std::move(signature), &family, name});
   }
-  take_parts(family, entry.compositions, "composition", [](Operator& op, const Composition& part) {
-    return !std::exchange(op.composition, part.function);
-  });
-  take_parts(family, entry.checks, "check", [](Operator& op, const Check& part) {
-    return !std::exchange(op.check, part.function);
-  });
-  take_parts(family, entry.derivatives, "derivative", [](Operator& op, const Derivative& part) {
-    TORCH_CHECK(!part.unused || op.parsed.argumentIndexWithName(part.unused), "a derivative of ",
-                part.op, " names `", part.unused, "`, which is no argument");
-    return !std::exchange(op.derivatives,
-                          std::make_shared<const Derivatives>(Derivatives{op, part}));
-  });
-  for (const Operator& op : family.operators)
+  take_parts(family, entry.compositions, "composition", &Operator::composition);
+  take_parts(family, entry.checks, "check", &Operator::check);
+  take_parts(family, entry.derivatives, "derivative", &Operator::derivative);
+  for (const Operator& op : family.operators) {
+    const char* unused = op.derivative ? op.derivative->unused : nullptr;
+    TORCH_CHECK(!unused || op.parsed.argumentIndexWithName(unused), "a derivative of ",
+                op.schema.name, " names `", unused, "`, which is no argument");
     for (const int result : op.result_lines)
       TORCH_CHECK(
           op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape,
           "line ", op.schema.number, ": a Check of ", op.schema.name, " must set the shape of `",
           family.text.lines[result].name, "`");
+  }
 }
 
 void take_kernels(Family& family) {
@@ -104,59 +109,43 @@ void take_kernels(Family& family) {
     at_contract(family, [&] {
       TORCH_CHECK(!op.is_composition, "line ", op.schema.number, ": ", op.schema.name,
                   " is a composition and has a kernel");
-      for (const KernelEntry& kernel : waiting->second) {
-        BoundKernel bound{kernel, contract::bind(family.text, op, kernel)};
+      for (const KernelEntry& entry : waiting->second) {
+        const BoundKernel kernel = contract::bind(family.text, op, entry);
         for (const BoundKernel& other : op.kernels)
-          TORCH_CHECK(other.binding.types != bound.binding.types ||
-                          other.binding.is_cuda != bound.binding.is_cuda,
-                      "line ", op.schema.number, ": two kernels of ", op.schema.name,
+          TORCH_CHECK(other.types != kernel.types || other.is_cuda != kernel.is_cuda, "line ",
+                      op.schema.number, ": two kernels of ", op.schema.name,
                       " take the same types");
-        op.kernels.push_back(std::move(bound));
+        op.kernels.push_back(kernel);
       }
     });
     kernels_waiting().erase(waiting);
   }
-  // An operator without kernels uses those of another one.
-  for (Operator& op : family.operators) {
-    if (!op.kernels.empty()) op.owner = &op;
-    if (op.owner || op.is_composition) continue;
-    for (const Operator& other : family.operators)
-      if (!other.kernels.empty() && contract::may_use_kernels_of(family.text, op, other))
-        op.owner = &other;
-  }
+  for (Operator& op : family.operators)
+    if (const auto owners = owners_of(op); !owners.empty()) op.owner = owners[0];
 }
 
-void define(torch::Library& m, Operator& op) {
-  using torch::CppFunction;
+void define(torch::Library& m, const Operator& op) {
+  using c10::DispatchKey;
   const std::string name = op.name.substr(op.name.find("::") + 2);
   m.def(c10::FunctionSchema(op.parsed));
-  const auto impl = [&](c10::DispatchKey key, Boxed::Function function) {
-    auto boxed = CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(std::move(function)));
-    m.impl(name.c_str(), torch::dispatch(key, std::move(boxed)));
+  const auto impl = [&](DispatchKey key, torch::CppFunction function) {
+    m.impl(name.c_str(), torch::dispatch(key, std::move(function)));
   };
-  const auto run = [&](void (*function)(const Operator&, torch::jit::Stack*)) {
-    return [&op, function](const auto&, auto, torch::jit::Stack* stack) { function(op, stack); };
+  const auto boxed = [&](Boxed::Function function) {
+    return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Boxed>(op, function));
   };
   if (op.composition) {
     // vmap does not find CompositeImplicitAutograd, so the composition is registered for vmap too.
-    impl(c10::DispatchKey::CompositeImplicitAutograd, run(&run_composition));
-    impl(c10::DispatchKey::FuncTorchBatched, run(&run_composition));
+    impl(DispatchKey::CompositeImplicitAutograd, boxed(&run_composition));
+    impl(DispatchKey::FuncTorchBatched, boxed(&run_composition));
     return;
   }
-  impl(c10::DispatchKey::CPU, run(&run_on_device<false>));
-  impl(c10::DispatchKey::CUDA, run(&run_on_device<true>));
-  impl(c10::DispatchKey::Meta, run(&run_on_meta));
-  impl(c10::DispatchKey::FuncTorchBatched,
-       [&op](const auto& handle, auto, auto* stack) { vmap(op, handle, stack); });
-  if (op.derivatives)
-    impl(c10::DispatchKey::Autograd,
-         [derivatives = op.derivatives.get()](const auto& handle, c10::DispatchKeySet keys,
-                                              auto* stack) {
-           differentiate(*derivatives, handle, keys, stack);
-         });
-  else
-    m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd,
-                                         torch::autograd::autogradNotImplementedFallback()));
+  impl(DispatchKey::CPU, boxed(&run_on_device<false>));
+  impl(DispatchKey::CUDA, boxed(&run_on_device<true>));
+  impl(DispatchKey::Meta, boxed(&run_on_meta));
+  impl(DispatchKey::FuncTorchBatched, boxed(&vmap));
+  impl(DispatchKey::Autograd,
+       op.derivative ? boxed(&differentiate) : torch::autograd::autogradNotImplementedFallback());
 }
 
 // Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
@@ -166,16 +155,11 @@ void check_all_kernels() {
     TORCH_CHECK(false, "a kernel of ", op, ", which no contract names");
   for (const Family& family : families())
     at_contract(family, [&] {
-      for (const Operator& op : family.operators) {
-        if (op.is_composition || !op.kernels.empty()) continue;
-        const auto owners = std::count_if(
-            family.operators.begin(), family.operators.end(), [&](const Operator& other) {
-              return !other.kernels.empty() && contract::may_use_kernels_of(family.text, op, other);
-            });
-        TORCH_CHECK(owners == 1, "line ", op.schema.number, ": ",
-                    owners ? "several operators have kernels for " : "no kernel of ",
-                    op.schema.name);
-      }
+      for (const Operator& op : family.operators)
+        if (const size_t count = owners_of(op).size(); count != 1 && !op.is_composition)
+          TORCH_CHECK(false, "line ", op.schema.number, ": ",
+                      count ? "several operators have kernels for " : "no kernel of ",
+                      op.schema.name);
     });
 }
 
@@ -184,27 +168,19 @@ std::deque<ContractEntry>& contracts_waiting() {
   return *waiting;
 }
 
-// Register the operators of all contracts that wait.
-void define_waiting(torch::Library&) {
-  if (contracts_waiting().empty()) return;
-
-  while (!contracts_waiting().empty()) {
-    const ContractEntry entry = contracts_waiting().front();
-    contracts_waiting().pop_front();
-    Family& family = families().emplace_back();
-    family.name_space = entry.name_space;
-    family.file = entry.file;
-    family.line = entry.line;
-    family.without_cuda = entry.without_cuda;
-    at_contract(family, [&] { read_family(family, entry); });
-    take_kernels(family);
-    for (Operator& op : family.operators) {
-      torch::Library library(torch::Library::FRAGMENT, op.name.substr(0, op.name.find("::")),
-                             std::nullopt, family.file.c_str(), uint32_t(family.line));
-      define(library, op);
-    }
+// Register the operators of the first contract that waits. If that throws, the contract waits on.
+void define_next(torch::Library&) {
+  Family& family = families().emplace_back(Family{contracts_waiting().front()});
+  at_contract(family, [&] { read_family(family); });
+  take_kernels(family);
+  for (const Operator& op : family.operators) {
+    torch::Library library(torch::Library::FRAGMENT, op.name.substr(0, op.name.find("::")),
+                           std::nullopt, family.entry.file, uint32_t(family.entry.line));
+    define(library, op);
   }
-  if (calcops_jit::was_held()) check_all_kernels();
+  const bool is_last = contracts_waiting().size() == 1;
+  if (is_last && calcops_jit::was_held()) check_all_kernels();
+  contracts_waiting().pop_front();
 }
 
 // Return the text that help() shows below the schema.
@@ -213,8 +189,7 @@ std::string documentation(const Operator& op) {
   const auto add = [&](const char* title, const std::vector<int>& lines) {
     text += title;
     for (const int line : lines)
-      if (line >= 0 && !op.family->text.lines[line].text.empty())
-        text += '\n' + op.family->text.lines[line].text;
+      if (line >= 0) text += '\n' + op.text().lines[line].text;
     text += '\n';
   };
   add("", op.lines);
@@ -226,16 +201,13 @@ std::string documentation(const Operator& op) {
 
 void add_contract(const ContractEntry& contract) {
   contracts_waiting().push_back(contract);
-  calcops_jit::Initializer({torch::Library::FRAGMENT, &define_waiting, contract.name_space,
+  calcops_jit::Initializer({torch::Library::FRAGMENT, &define_next, contract.name_space,
                             std::nullopt, contract.file, uint32_t(contract.line)});
 }
 
 void add_kernel(const KernelEntry& kernel) {
   if (kernel.is_capturing) is_capturing = kernel.is_capturing;
-  const std::string op = kernel.op;
-  const bool is_qualified = op.find("::") != std::string::npos;
-  kernels_waiting()[is_qualified ? op : std::string(kernel.name_space) + "::" + op].push_back(
-      kernel);
+  kernels_waiting()[qualified(kernel.op, kernel.name_space)].push_back(kernel);
   for (Family& family : families()) take_kernels(family);
 }
 

@@ -8,9 +8,7 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
-#include <cmath>
 #include <cstdint>
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -28,7 +26,6 @@ constexpr size_t kMost = 24;
 constexpr size_t kMostDimensions = 8;
 
 // A Sum is a sum of Products of sizes, such as n + 2*nghost. A size is its number in Text::sizes.
-// The sizes of a product are sorted.
 struct Product {
   int64_t factor;
   std::vector<int> sizes;
@@ -101,7 +98,6 @@ struct Line {
   std::string like;            // `like x`
   int group = -1;              // the line whose dtypes it has: its own or that of `like`
   bool is_constant = false;    // it has no derivative
-  bool has_entries = false;
   Entries entries;
   std::vector<Limit> limits;
 
@@ -111,30 +107,20 @@ struct Line {
   std::vector<std::string> choices;  // the allowed strings
 
   bool is_tensor() const { return any_shape || !shapes.empty(); }
+  bool has_entries() const { return !entries.text.empty(); }
 };
 
-enum class Kind { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kMask, kOther };
-
-struct Argument {
-  std::string name, type;  // `type` for errors
-  Kind kind = Kind::kOther;
-  int length = 0;  // of the type bool[3]; otherwise 0
-  bool optional = false, has_default = false;
-};
-
-// name(arguments) -> results, and the text below it. The Prover adds the arguments and results.
+// name(arguments) -> results, and the text below it.
 struct Schema {
   std::string text, name, summary, details;
-  int number = 0;
-  std::vector<Argument> arguments, results;
+  int number = 0;  // of its line in the contract
 };
 
 struct Text {
   std::vector<Schema> schemas;
   std::vector<Line> lines;
   std::vector<std::string> sizes;
-  std::vector<std::string> joined;  // sizes along which vmap concatenates its items
-  int vmap_number = 0;              // of this line; 0: there is none
+  uint32_t joined = 0;  // sizes along which vmap concatenates its items, a bit each
 
   // Return the number of the line with a name, or -1.
   int line(const std::string& name) const {
@@ -156,39 +142,45 @@ struct Mistake : std::runtime_error {
       : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
 };
 
-// In the order of Type.
-constexpr const char* kTypeNames[] = {"",        "bool",     "uint8",   "uint16",
-                                      "int8",    "int16",    "int32",   "int64",
-                                      "float16", "bfloat16", "float32", "float64"};
+constexpr std::pair<Type, const char*> kTypeNames[] = {
+    {Type::kBool, "bool"},       {Type::kUInt8, "uint8"},     {Type::kUInt16, "uint16"},
+    {Type::kInt8, "int8"},       {Type::kInt16, "int16"},     {Type::kInt32, "int32"},
+    {Type::kInt64, "int64"},     {Type::kFloat16, "float16"}, {Type::kBFloat16, "bfloat16"},
+    {Type::kFloat32, "float32"}, {Type::kFloat64, "float64"}};
 
 inline Type type_named(const std::string& name) {
-  const auto known = std::find(std::begin(kTypeNames) + 1, std::end(kTypeNames), name);
-  return known == std::end(kTypeNames) ? Type::kNone : Type(known - std::begin(kTypeNames));
+  for (const auto& [type, known] : kTypeNames)
+    if (name == known) return type;
+  return Type::kNone;
 }
 
-inline std::string name_of(Type type) { return kTypeNames[int(type)]; }
+inline std::string name_of(Type type) {
+  for (const auto& [known, name] : kTypeNames)
+    if (type == known) return name;
+  return "";
+}
 
-inline bool is_floating(Type type) { return type >= Type::kFloat16; }
+inline bool is_floating(Type type) { return name_of(type).find("float") != std::string::npos; }
 
 class Reader {
  public:
-  explicit Reader(const std::string& text) : source_(text + "\n"), limit_(source_.size()) {}
+  explicit Reader(const std::string& text) : source_(text + '\n') {}
 
   Text read() {
-    while (at_ < source_.size()) {
-      const std::string line = source_.substr(at_, line_end(at_) - at_);
-      name_.clear();
-      clause_ = std::string::npos;
-      limit_ = source_.size();
-      if (is_blank(line)) {
-        at_ = line_end(at_) + 1;
-      } else if (is_space(line[0])) {
+    end_ = std::min(source_.find_first_not_of(" \n"), source_.size());
+    while (end_ < source_.size()) {
+      begin_ = end_;
+      number_ = 1 + int(std::count(source_.begin(), source_.begin() + ptrdiff_t(begin_), '\n'));
+      // Indented and empty lines continue a line.
+      do end_ = next_line(end_);
+      while (is_space(source_[end_]));
+      name_ = source_.substr(begin_, source_.find_first_of(" (\n", begin_) - begin_);
+      if (begin_ > 0 && source_[begin_ - 1] != '\n')
         fail("expected a schema or the name of an argument at the line's beginning");
-      } else {
-        line[std::min(line.find_first_of(" ("), line.size() - 1)] == '(' ? read_schema()
-                                                                         : read_entry();
-      }
+      source_[begin_ + name_.size()] == '(' ? read_schema() : read_entry();
+      tokens_.clear();
     }
+    name_.clear();
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
     return std::move(text_);
   }
@@ -202,40 +194,25 @@ class Reader {
 
   // ---- errors -----------------------------------------------------------------------------------
 
-  int line_number(size_t position) const {
-    return 1 + int(std::count(source_.begin(), source_.begin() + std::min(position, limit_), '\n'));
-  }
-
+  // Raise an error. Within a clause, quote it.
   [[noreturn]] void fail(const std::string& what, const std::string& advice = "") const {
-    const std::string clause = clause_text();
-    throw Mistake(line_number(at_), (name_.empty() ? "" : "`" + name_ + "`: ") + what +
-                                        (clause.empty() ? "" : " in `" + clause + "`" + advice));
-  }
-
-  // Raise an error for the next token. Within a clause, quote it and the nearest legal form.
-  [[noreturn]] void expected(const std::string& what) const {
-    size_t end = std::min(at_, limit_);
-    if (end < limit_ && !is_space(source_[end])) ++end;
-    if (end < limit_ && source_[end] == '=') ++end;  // of <= and >=
-    // The rest of a word, or of a character of several bytes.
-    while (end < limit_ && ((is_name_part(source_[end - 1]) && is_name_part(source_[end])) ||
-                            (source_[end] & 0xc0) == 0x80))
-      ++end;
-    const std::string got = source_.substr(at_, end - at_);
-    std::string error = "expected " + what + ", got ";
-    error += got.empty() || is_blank(got) ? "the end" : "`" + got + "`";
-    fail(error, std::string("\n  legal: ") + form_);
-  }
-
-  // Return the clause that is being read, up to its semicolon or full stop.
-  std::string clause_text() const {
-    bool in_string = false;
-    size_t end = clause_;
-    for (; end < limit_; ++end) {  // npos: no clause is read
-      if (source_[end] == '"') in_string = !in_string;
-      if (!in_string && (source_[end] == ';' || is_stop(end))) break;
+    std::string clause;
+    if (!tokens_.empty()) {
+      size_t last = clause_;
+      while (tokens_[last].kind != Token::kEnd && tokens_[last].text != ";") ++last;
+      const size_t begin = tokens_[clause_].begin;
+      clause = " in `" + joined(source_.substr(begin, tokens_[last].begin - begin)) + '`' + advice;
     }
-    return clause_ < limit_ ? joined(source_.substr(clause_, end - clause_)) : "";
+    throw Mistake(number_, (name_.empty() ? "" : '`' + name_ + "`: ") + what + clause);
+  }
+
+  // Raise an error for the next token. Quote it, and the nearest legal form of the clause.
+  [[noreturn]] void expected(const std::string& what) const {
+    const Token& next = peek();
+    std::string got = "the end";
+    if (next.kind != Token::kEnd)
+      got = '`' + source_.substr(next.begin, next.end - next.begin) + '`';
+    fail("expected " + what + ", got " + got, std::string("\n  legal: ") + form_);
   }
 
   // ---- tokens -----------------------------------------------------------------------------------
@@ -246,8 +223,10 @@ class Reader {
   static bool is_name_part(char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
   }
-  static bool is_blank(const std::string& text) {
-    return std::all_of(text.begin(), text.end(), is_space);
+
+  static std::string trimmed(std::string text) {
+    while (!text.empty() && is_space(text.back())) text.pop_back();
+    return text;
   }
 
   // Return text with single spaces instead of line ends and indentation.
@@ -258,73 +237,71 @@ class Reader {
         line += c;
       else if (!line.empty() && line.back() != ' ')
         line += ' ';
-    while (!line.empty() && line.back() == ' ') line.pop_back();
-    return line;
+    return trimmed(line);
   }
 
-  size_t line_end(size_t from) const { return std::min(source_.find('\n', from), source_.size()); }
+  size_t next_line(size_t from) const { return source_.find('\n', from) + 1; }
 
-  // Return whether the full stop that ends the clauses is at a position.
-  bool is_stop(size_t at) const {
-    return source_[at] == '.' && (at + 1 >= limit_ || is_space(source_[at + 1]));
+  size_t skip_spaces(size_t at) const {
+    while (at < end_ && is_space(source_[at])) ++at;
+    return at;
   }
 
-  // Advance to the next token and return it. It is not consumed.
-  Token peek() {
-    while (at_ < limit_ && is_space(source_[at_])) ++at_;
-    size_t end = at_;
-    const auto token = [&](Token::Kind kind) {
-      return Token{kind, source_.substr(at_, end - at_), at_, end};
-    };
-    if (at_ == limit_ || (clause_ != std::string::npos && is_stop(at_))) return token(Token::kEnd);
-    if (is_digit(source_[at_])) {
+  // Return the token at a position. The last one is the full stop that ends the clauses.
+  Token token_at(size_t at) const {
+    size_t end = at + 1;
+    if (at == end_ || (source_[at] == '.' && is_space(source_[end])))
+      return {Token::kEnd, "", at, end};
+    const char first = source_[at];
+    Token::Kind kind = Token::kSign;
+    if (is_digit(first)) {
+      kind = Token::kNumber;
       while (is_digit(source_[end]) || (source_[end] == '.' && is_digit(source_[end + 1]))) ++end;
-      return token(Token::kNumber);
+    } else if (is_name_part(first)) {
+      kind = Token::kName;
+      while (is_name_part(source_[end])) ++end;
+    } else if (first == '"') {
+      end = source_.find_first_of("\"\n", end);
+      if (source_[end] == '"') return {Token::kString, text(at + 1, end), at, end + 1};
+    } else if ((first == '<' || first == '>') && source_[end] == '=') {
+      ++end;
+    } else if (source_.compare(at, 3, "...") == 0) {
+      end += 2;
+    } else {
+      while ((source_[end] & 0xc0) == 0x80) ++end;  // of a character of several bytes
     }
-    if (is_name_part(source_[at_])) {
-      while (end < limit_ && is_name_part(source_[end])) ++end;
-      return token(Token::kName);
-    }
-    if (source_[at_] == '"') {
-      end = source_.find_first_of("\"\n", at_ + 1);
-      if (end >= limit_ || source_[end] == '\n') expected("a closing quotation mark");
-      const size_t begin = at_;
-      return {Token::kString, source_.substr(begin + 1, end - begin - 1), begin, end + 1};
-    }
-    for (const char* sign : {"...", "->", "<=", ">=", "::"})
-      if (source_.compare(at_, std::char_traits<char>::length(sign), sign) == 0) {
-        end += std::char_traits<char>::length(sign);
-        return token(Token::kSign);
-      }
-    if (std::string("[](),;+-*^<>=?.!").find(source_[at_]) == std::string::npos)
-      expected("a name, a number, a string or a sign");
-    ++end;
-    return token(Token::kSign);
+    return {kind, text(at, end), at, end};
   }
 
-  bool is_next(const std::string& text) {
-    const Token token = peek();
-    return token.kind != Token::kString && token.text == text;
+  std::string text(size_t begin, size_t end) const { return source_.substr(begin, end - begin); }
+
+  const Token& peek() const { return tokens_[next_]; }
+
+  bool is_next(const char* sign) const {
+    return peek().kind != Token::kString && peek().text == sign;
   }
 
-  bool accept(const std::string& text) {
-    if (!is_next(text)) return false;
-    at_ = peek().end;
+  bool accept(const char* sign) {
+    if (!is_next(sign)) return false;
+    ++next_;
     return true;
   }
 
-  void require(const std::string& text) {
-    if (!accept(text)) expected("`" + text + "`");
+  void require(const char* sign) {
+    if (!accept(sign)) expected('`' + std::string(sign) + '`');
   }
 
   std::string take(Token::Kind kind, const char* what) {
-    const Token token = peek();
-    if (token.kind != kind) expected(what);
-    at_ = token.end;
-    return token.text;
+    if (peek().kind != kind) expected(what);
+    return tokens_[next_++].text;
   }
 
   std::string take_name(const char* what) { return take(Token::kName, what); }
+
+  // Return the text from a token to the last one that was taken.
+  std::string text_from(size_t token) const {
+    return joined(text(tokens_[token].begin, tokens_[next_ - 1].end));
+  }
 
   // Read items between commas or `or`. item() reads one.
   template <class Item>
@@ -333,8 +310,9 @@ class Reader {
     while (accept(",") ? (accept("or"), true) : accept("or"));
   }
 
-  int64_t integer_in(const std::string& digits) const {
-    int64_t number = 0;
+  template <class Number>
+  Number number_in(const std::string& digits) const {
+    Number number = 0;
     const char* const end = digits.data() + digits.size();
     const auto [read, error] = std::from_chars(digits.data(), end, number);
     if (error != std::errc()) fail("a number is too large");
@@ -342,32 +320,33 @@ class Reader {
     return number;
   }
 
+  int64_t product(int64_t a, int64_t b) const {
+    if (__builtin_mul_overflow(a, b, &a)) fail("a number is too large");
+    return a;
+  }
+
   // Read a number such as 12, -5, 2^40 or 0.5.
   Bound take_number(Compare compare) {
     Bound number{compare};
-    peek();
-    const size_t begin = at_;
+    const size_t begin = next_;
     const int sign = accept("-") ? -1 : 1;
-    std::string digits = take(Token::kNumber, "a number");
-    const size_t point = digits.find('.');
-    number.whole = point == std::string::npos;
-    if (!number.whole) digits.erase(point, 1);
-    const int64_t base = number.integer = integer_in(digits);
-    if (number.whole && accept("^")) {
-      const int64_t power = integer_in(take(Token::kNumber, "a power"));
-      if (base < 2 || power < 1 || power > 62) fail("a number is too large, or no power of 2");
-      for (int64_t k = 1; k < power; ++k)
-        if (__builtin_mul_overflow(number.integer, base, &number.integer))
-          fail("a number is too large");
+    const std::string digits = take(Token::kNumber, "a number");
+    number.whole = digits.find('.') == std::string::npos;
+    if (number.whole) {
+      const int64_t base = number_in<int64_t>(digits);
+      number.integer = sign * base;
+      if (accept("^")) {
+        int64_t power = number_in<int64_t>(take(Token::kNumber, "a power"));
+        if (base < 2 || power < 1) fail("expected a power of 2 or more");
+        while (--power > 0) number.integer = product(number.integer, base);
+      }
+      number.real = double(number.integer);
+    } else {
+      number.real = sign * number_in<double>(digits);
     }
-    number.integer *= sign;
-    number.real = double(number.integer);
-    if (!number.whole) number.real /= std::pow(10, digits.size() - point);
-    number.text = joined(text_from(begin));
+    number.text = text_from(begin);
     return number;
   }
-
-  std::string text_from(size_t begin) const { return source_.substr(begin, at_ - begin); }
 
   // ---- sizes ------------------------------------------------------------------------------------
 
@@ -381,120 +360,104 @@ class Reader {
 
   // Read a product such as `3`, `4K` or `n*K`.
   Product take_product() {
-    Product product{1, {}};
+    Product factors{1, {}};
     do {
       if (peek().kind == Token::kNumber) {
-        const int64_t factor = integer_in(take(Token::kNumber, "a number"));
-        if (__builtin_mul_overflow(product.factor, factor, &product.factor))
-          fail("a product is too large");
-        if (!is_name_part(source_[at_])) continue;  // not 4K
+        factors.factor = product(factors.factor, number_in<int64_t>(tokens_[next_++].text));
+        const bool is_joined =
+            peek().kind == Token::kName && peek().begin == tokens_[next_ - 1].end;
+        if (!is_joined) continue;  // not 4K
       }
-      product.sizes.push_back(size_named(take_name("a size, such as N, 3, 2N or N + M")));
+      factors.sizes.push_back(size_named(take_name("a size, such as N, 3, 2N or N + M")));
     } while (accept("*"));
-    std::sort(product.sizes.begin(), product.sizes.end());
-    return product;
+    return factors;
   }
 
   // Read a sum such as `n + 2*nghost` or `4K - 1`.
   Sum take_sum() {
     Sum sum{take_product()};
     while (is_next("+") || is_next("-")) {
-      const bool is_less = accept("-");
-      if (!is_less) require("+");
+      const int sign = accept("-") ? -1 : 1;
+      if (sign > 0) require("+");
       sum.push_back(take_product());
-      if (is_less) sum.back().factor = -sum.back().factor;
+      sum.back().factor *= sign;
     }
     return sum;
   }
 
   // ---- lines ------------------------------------------------------------------------------------
 
-  // Read a schema, which the Prover parses, and the indented text below it.
+  // Read a schema, which PyTorch parses, and the indented text below it.
   void read_schema() {
-    Schema schema;
-    schema.number = line_number(at_);
-    const size_t begin = at_, arrow = source_.find("->", at_);
-    schema.name = source_.substr(begin, source_.find('(', begin) - begin);
-    name_ = schema.name;
-    if (arrow == std::string::npos) fail("expected `-> ` and the results behind the arguments");
-    at_ = std::min(source_.find_first_not_of(" \n", arrow + 2), source_.size() - 1);
-    at_ = source_[at_] == '(' ? std::min(source_.find(')', at_), source_.size() - 1) + 1
-                              : line_end(at_);
-    schema.text = joined(text_from(begin));
-    if (!is_blank(source_.substr(at_, line_end(at_) - at_)))
-      expected("the end of the line behind the results");
+    const size_t arrow = source_.find("->", begin_);
+    if (arrow >= end_) fail("expected `-> ` and the results behind the arguments");
+    size_t results = source_.find_first_not_of(" \n", arrow + 2);
+    if (results < end_ && source_[results] == '(') results = source_.find(')', results);
+    const size_t stop = results < end_ ? next_line(results) : end_;
 
     std::string documentation;
-    for (at_ = line_end(at_) + 1; at_ < source_.size(); at_ = line_end(at_) + 1) {
-      const std::string line = source_.substr(at_, line_end(at_) - at_);
-      if (!is_blank(line) && !is_space(line[0])) break;
-      documentation += (line.size() > 2 ? line.substr(2) : "") + "\n";
+    for (size_t at = stop; at < end_; at = next_line(at)) {
+      const std::string line = text(at, next_line(at));
+      documentation += line.size() > 2 ? line.substr(2) : "\n";
     }
     const size_t end = documentation.find("\n\n");
-    schema.summary = joined(documentation.substr(0, end));
-    schema.details = end == std::string::npos ? "" : documentation.substr(end + 2);
-    while (!schema.details.empty() && schema.details.back() == '\n') schema.details.pop_back();
+    const std::string details = end == std::string::npos ? "" : documentation.substr(end + 2);
     for (const Schema& other : text_.schemas)
-      if (other.name == schema.name) throw Mistake(schema.number, "a second schema of " + name_);
-    text_.schemas.push_back(std::move(schema));
+      if (other.name == name_) fail("a second schema");
+    text_.schemas.push_back({joined(text(begin_, stop)), name_,
+                             joined(documentation.substr(0, end)), trimmed(details), number_});
   }
 
   // Read the line of an argument or a result, or `vmap`.
   void read_entry() {
-    const size_t begin = at_;
-    const int number = line_number(at_);
-    const std::string name = take_name("a schema or the name of an argument");
-    name_ = name;
-    limit_ = line_end(at_);
-    while (limit_ + 1 < source_.size() && is_space(source_[limit_ + 1]) &&
-           !is_blank(source_.substr(limit_ + 1, line_end(limit_ + 1) - limit_ - 1)))
-      limit_ = line_end(limit_ + 1);
-    if (at_ < limit_ && !is_space(source_[at_])) expected("a space behind the name");
-    const std::string written = source_.substr(begin, limit_ - begin);
-
-    clause_ = at_;
-    peek();
-    clause_ = at_;
-    form_ = "joins N, M";
-    if (name == "vmap") {
-      if (text_.vmap_number) fail("a second line `vmap`");
-      text_.vmap_number = number;
-      require("joins");
-      do add_new(text_.joined, take_name("a size"));
-      while (accept(","));
+    size_t at = skip_spaces(begin_ + name_.size());
+    if (name_ == "vmap" || (at < end_ && !is_capital(source_[at]))) {
+      do {
+        tokens_.push_back(token_at(skip_spaces(at)));
+        at = tokens_.back().end;
+      } while (tokens_.back().kind != Token::kEnd);
+    }
+    next_ = clause_ = 0;
+    if (name_ == "vmap") {
+      read_vmap();
     } else {
-      if (text_.line(name) >= 0) fail("a second line for " + name);
+      if (text_.line(name_) >= 0) fail("a second line");
       if (text_.lines.size() == kMost) fail("more than " + std::to_string(kMost) + " lines");
       Line& line = text_.lines.emplace_back();
-      line.name = name;
-      line.text = written;
-      line.number = number;
-      const bool is_text = at_ == limit_ || is_capital(source_[at_]);
-      if (!is_text) do {
-          peek();
-          clause_ = at_;
+      line.name = name_;
+      line.text = trimmed(text(begin_, end_));
+      line.number = number_;
+      if (!tokens_.empty()) do {
+          clause_ = next_;
           read_clause(line);
         } while (accept(";"));
-      if (is_text) return skip_text();
     }
-    if (peek().kind != Token::kEnd) expected("`;`, or the full stop that ends the clauses");
-    if (at_ < limit_) ++at_;
-    skip_text();
+    if (!tokens_.empty() && peek().kind != Token::kEnd)
+      expected("`;`, or the full stop that ends the clauses");
+    tokens_.clear();
+    check_text(skip_spaces(at));
   }
 
-  // Skip the text of a line. It begins with a capital letter and is no formula, so that no clause
-  // is taken for text.
-  void skip_text() {
-    clause_ = std::string::npos;
-    while (at_ < limit_ && is_space(source_[at_])) ++at_;
-    if (at_ < limit_ && !is_capital(source_[at_]))
-      fail("text begins with a capital letter, got `" +
-           joined(source_.substr(at_, std::min<size_t>(limit_ - at_, 20))) + "`");
-    while (at_ < limit_ && is_name_part(source_[at_])) ++at_;
-    while (at_ < limit_ && is_space(source_[at_])) ++at_;
-    if (at_ < limit_ && std::string("<>=*^[]").find(source_[at_]) != std::string::npos)
+  void read_vmap() {
+    form_ = "joins N, M";
+    if (text_.joined) fail("a second line");
+    require("joins");
+    read_list([&] {
+      const std::string name = take_name("a size");
+      if (text_.size(name) < 0) fail("no tensor above has the size " + name);
+      text_.joined |= 1u << text_.size(name);
+    });
+  }
+
+  // Text begins with a capital letter and is no formula, so that no clause is taken for text.
+  void check_text(size_t at) const {
+    if (at < end_ && !is_capital(source_[at]))
+      fail("text begins with a capital letter, got `" + joined(text(at, std::min(at + 20, end_))) +
+           '`');
+    while (at < end_ && is_name_part(source_[at])) ++at;
+    at = skip_spaces(at);
+    if (at < end_ && std::string("<>=*^[]").find(source_[at]) != std::string::npos)
       fail("expected a clause, or text that is no formula");
-    at_ = limit_ + 1;
   }
 
   // ---- clauses ----------------------------------------------------------------------------------
@@ -502,16 +465,19 @@ class Reader {
   void read_clause(Line& line) {
     const Token next = peek();
     const bool is_name = next.kind == Token::kName, is_number = next.kind == Token::kNumber;
-    std::string kind;
-    const auto is = [&](bool condition, const char* name, const char* form) {
-      if (condition) kind = name;
-      if (condition) form_ = form;
-      return condition;
+    const auto is = [&](bool condition, const char* kind, const char* form) {
+      if (!condition) return false;
+      form_ = form;
+      if (kind != std::string("limit") &&
+          std::count(line.clauses.begin(), line.clauses.end(), kind))
+        fail("a second clause of the same kind");
+      line.clauses.push_back(kind);
+      return true;
     };
     if (is(is_next("["), "shape", "[N, 3] or [N, 3, 1] | [B, K] or [B, T, M] with K = T*M | [...]"))
       read_shapes(line);
     else if (is(accept("like"), "like", "like x"))
-      line.type_text = "like " + (line.like = take_name("the name of a tensor"));
+      line.like = take_name("the name of a tensor");
     else if (is(accept("entries"), "entries", "entries -1 or 0 <= j < n at row, slot"))
       read_entries(line);
     else if (is(accept("constant"), "constant", "constant"))
@@ -520,7 +486,8 @@ class Reader {
                 "float32 or float64 | int32 or int64 read as int64"))
       read_types(line);
     else if (is(next.kind == Token::kString, "strings", "\"a\", \"b\" or \"c\""))
-      read_list([&] { add_new(line.choices, take(Token::kString, "a string")); });
+      read_list(
+          [&] { add_new(line.choices, take(Token::kString, "a string in quotation marks")); });
     else if (is(line.is_tensor() && (is_name || is_number), "limit", "N >= 1 | n*K < 2^32 on CUDA"))
       read_limit(line);
     else if (is(is_number || is_next("-"), "bounds", "0 to 2^40"))
@@ -529,9 +496,6 @@ class Reader {
       line.bounds.push_back(take_bound());
     else
       fail_unknown(line);
-    if (kind != "limit" && std::count(line.clauses.begin(), line.clauses.end(), kind))
-      fail("a second clause of the same kind");
-    line.clauses.push_back(kind);
   }
 
   template <class Item>
@@ -542,7 +506,7 @@ class Reader {
 
   // Read `[B, n, K] or [B, n, T, M] with K = T*M`, or `[...]`.
   void read_shapes(Line& line) {
-    const size_t begin = at_;
+    const size_t begin = next_;
     read_list([&] {
       require("[");
       Shape shape;
@@ -558,7 +522,7 @@ class Reader {
       line.shapes.push_back(shape);
     });
     if (line.any_shape && !line.shapes.empty()) fail("[...] is every shape, so it stands alone");
-    line.shape_text = joined(text_from(begin));
+    line.shape_text = text_from(begin);
     if (!accept("with")) return;
     if (line.shapes.size() < 2) fail("`with` is for another shape");
     line.whole = size_named(take_name("a size"));
@@ -568,9 +532,9 @@ class Reader {
 
   // Read `int32 or int64 read as int64`.
   void read_types(Line& line) {
-    const size_t begin = at_;
+    const size_t begin = next_;
     read_list([&] { add_new(line.types, take_dtype()); });
-    line.type_text = joined(text_from(begin));
+    line.type_text = text_from(begin);
     if (!accept("read")) return;
     require("as");
     line.read_as = take_dtype();
@@ -583,15 +547,13 @@ class Reader {
   Type take_dtype() {
     const Type type = peek().kind == Token::kName ? type_named(peek().text) : Type::kNone;
     if (type == Type::kNone) expected("a dtype");
-    take_name("a dtype");
+    ++next_;
     return type;
   }
 
   // Read `entries -1 or 0 <= j < n + nghost at frame, atom, slot`.
   void read_entries(Line& line) {
-    peek();
-    const size_t begin = at_;
-    line.has_entries = true;
+    const size_t begin = next_;
     if (accept("-")) {
       require("1");
       require("or");
@@ -601,11 +563,10 @@ class Reader {
     require("<=");
     take_name("a name for an entry");
     require("<");
-    peek();
-    const size_t bound = at_;
+    const size_t bound = next_;
     line.entries.below = take_sum();
-    line.entries.bound = joined(text_from(bound));
-    line.entries.text = joined(text_from(begin));
+    line.entries.bound = text_from(bound);
+    line.entries.text = text_from(begin);
     if (accept("at")) do
         line.entries.positions.push_back(take_name("the name of a dimension"));
       while (accept(","));
@@ -614,8 +575,7 @@ class Reader {
   // Read `n*K < 2^32 on CUDA`.
   void read_limit(Line& line) {
     Limit limit;
-    peek();
-    const size_t begin = at_;
+    const size_t begin = next_;
     limit.sum = take_sum();
     limit.bound = take_bound();
     if (!limit.bound.whole) fail("expected sizes and then an integer, as in N >= 1");
@@ -623,7 +583,7 @@ class Reader {
       require("CUDA");
       limit.on_cuda = true;
     }
-    limit.text = joined(text_from(begin));
+    limit.text = text_from(begin);
     line.limits.push_back(std::move(limit));
   }
 
@@ -652,11 +612,12 @@ class Reader {
   }
 
   const std::string source_;
-  size_t at_ = 0;                      // what is read next
-  size_t limit_;                       // the end of the line that is read
-  size_t clause_ = std::string::npos;  // the beginning of the clause; npos: none is read
-  const char* form_ = "";              // a legal form of the clause
-  std::string name_;                   // of the line or the schema
+  size_t begin_ = 0, end_ = 0;    // of the line that is read, with those that continue it
+  int number_ = 1;                // of this line
+  std::string name_;              // of this line or schema
+  std::vector<Token> tokens_;     // of its clauses
+  size_t next_ = 0, clause_ = 0;  // the next token, and the first one of the clause
+  const char* form_ = "";         // a legal form of the clause
   Text text_;
 };
 

@@ -4,7 +4,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/equal.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <cstring>
@@ -20,11 +19,11 @@ namespace {
 // Return the sizes of the dimensions that positions count: those named by `at`, or all. If these
 // are only the last ones, several entries share a position: the entries [2, E] of edges have E
 // positions.
-std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
+std::vector<int64_t> positions_of(const Checked& call, int i) {
   const Line& line = call.text.lines[i];
   std::vector<int64_t> shape;
   if (line.any_shape) return call.tensors[i]->sizes().vec();
-  for (const Sum& dim : line.shapes[0]) shape.push_back(call.value(dim));
+  for (const Sum& dim : line.shapes[0]) shape.push_back(call.value(dim).expect_int());
   const size_t named = line.entries.positions.size();
   if (named > 0) shape.erase(shape.begin(), shape.end() - ptrdiff_t(named));
   return shape;
@@ -32,17 +31,15 @@ std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
 
 // Raise the error for the entries at a position. It quotes them, the names of the dimensions and
 // the bound with its value.
-[[noreturn]] void refuse_entry(const Checked<int64_t>& call, int i, int64_t position) {
-  constexpr int64_t kMostQuoted = 8;
+[[noreturn]] void refuse_entry(const Checked& call, int i, int64_t position) {
   const Line& line = call.text.lines[i];
   const auto shape = positions_of(call, i);
   const Tensor& entries = *call.tensors[i];
   const int64_t count = c10::multiply_integers(shape);
   const Tensor rows = entries.reshape({-1, count});
   std::string got, where;
-  for (int64_t row = 0; row < std::min(rows.size(0), kMostQuoted); ++row)
+  for (int64_t row = 0; row < rows.size(0); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
-  if (rows.size(0) > kMostQuoted) got += ", ...";
   if (rows.size(0) > 1) got = '(' + got + ')';
 
   // From the last dimension to the first, whose index is what the others leave of the position.
@@ -55,16 +52,16 @@ std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
   }
 
   const std::string& bound = line.entries.bound;
-  const std::string value = std::to_string(call.value(line.entries.below));
+  const std::string value = c10::str(call.value(line.entries.below));
   call.refuse(line.name, "entries " + line.entries.text + (bound == value ? "" : " = " + value),
               got + (where.empty() ? "" : " at ") + where);
 }
 
 // Raise the error for a position that a kernel returned. Kernels count through the positions of all
 // lines with entries, one line after the other.
-[[noreturn]] void refuse_position(const Checked<int64_t>& call, int64_t position) {
+[[noreturn]] void refuse_position(const Checked& call, int64_t position) {
   for (size_t i = 0; i < call.text.lines.size(); ++i) {
-    if (!call.text.lines[i].has_entries || !call.tensors[i]->defined()) continue;
+    if (!call.text.lines[i].has_entries() || !call.tensors[i]->defined()) continue;
     const int64_t count = c10::multiply_integers(positions_of(call, int(i)));
     if (position < count) refuse_entry(call, int(i), position);
     position -= count;
@@ -74,14 +71,15 @@ std::vector<int64_t> positions_of(const Checked<int64_t>& call, int i) {
 }
 
 // Raise an error if an entry is wrong. On CUDA this waits for the GPU.
-void check_entries(const Checked<int64_t>& call) {
+void check_entries(const Checked& call) {
   for (const int i : call.op.tensors) {
     const Line& line = call.text.lines[i];
-    if (!line.has_entries || !call.tensors[i]->defined() || call.tensors[i]->numel() == 0) continue;
+    if (!line.has_entries() || !call.tensors[i]->defined() || call.tensors[i]->numel() == 0)
+      continue;
     // In a small dtype, the bound could wrap.
     const Tensor entries = call.tensors[i]->to(at::kLong);
     const Tensor wrong = entries.lt(line.entries.may_be_none ? -1 : 0)
-                             .logical_or(entries.ge(call.value(line.entries.below)));
+                             .logical_or(entries.ge(call.value(line.entries.below).expect_int()));
     const int64_t count = c10::multiply_integers(positions_of(call, i));
     const Tensor positions = wrong.reshape({-1, count}).any(0).nonzero();
     if (positions.numel() > 0) refuse_entry(call, i, positions[0].item<int64_t>());
@@ -92,7 +90,7 @@ void check_entries(const Checked<int64_t>& call) {
 
 // The slots of one call (one for each parameter of its kernel), and the memory to which they point.
 struct Storage {
-  std::array<Slot, kMost> slots;
+  std::array<Slot, kMost> slots{};
   std::list<Tensor> owned;
   std::array<std::array<int64_t, contract::kMostDimensions>, kMost> shape, stride;
   std::list<std::vector<int64_t>> integers;
@@ -105,20 +103,20 @@ bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kB
 
 // Return the kernel for the call's number types, or nullptr. A kernel for exactly these types is
 // preferred to one of float32 that takes float16 and bfloat16.
-const BoundKernel* kernel_for(const Checked<int64_t>& call, bool on_cuda) {
+const BoundKernel* kernel_for(const Checked& call, bool on_cuda) {
   if (!call.op.owner) return nullptr;
   const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
-    for (const auto& [group, type] : kernel.binding.types) {
-      const Tensor& x = *call.of_group[group];
-      if (!x.defined() || call.text.lines[group].read_as != Type::kNone) continue;
-      const bool is_widened = widened && type == Type::kFloat32 && is_narrow(x.scalar_type());
-      if (x.scalar_type() != scalar_type(type) && !is_widened) return false;
+    for (const auto& [group, type] : kernel.types) {
+      if (call.first_of[group] < 0 || call.text.lines[group].read_as != Type::kNone) continue;
+      const at::ScalarType given = call.tensors[call.first_of[group]]->scalar_type();
+      const bool is_widened = widened && type == Type::kFloat32 && is_narrow(given);
+      if (given != scalar_type(type) && !is_widened) return false;
     }
     return true;
   };
   for (const bool widened : {false, true})
     for (const BoundKernel& kernel : call.op.owner->kernels)
-      if (kernel.binding.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
+      if (kernel.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
   return nullptr;
 }
 
@@ -136,8 +134,8 @@ const Tensor& as_taken(const Tensor& x, Type type, Layout layout, std::list<Tens
 // Set the sizes and strides of slot p. A kernel sees a tensor in the first shape of its line; x has
 // the shape `given`, and is contiguous if that is another one. A tensor [...] of fewer dimensions
 // has leading ones of size 1.
-void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given, const Tensor& x,
-             int rank, int p, Storage& storage) {
+void lay_out(const Checked& call, const Line& line, const Shape* given, const Tensor& x, int rank,
+             int p, Storage& storage) {
   Slot& slot = storage.slots[p];
   slot.shape = x.sizes().data();
   slot.stride = x.strides().data();
@@ -149,7 +147,7 @@ void lay_out(const Checked<int64_t>& call, const Line& line, const Shape* given,
   int64_t count = 1;
   for (int d = rank; d-- > 0;) {
     const int64_t own = d - (rank - x.dim());
-    shape[d] = is_other ? call.value(line.shapes[0][d]) : own < 0 ? 1 : x.size(own);
+    shape[d] = is_other ? call.value(line.shapes[0][d]).expect_int() : own < 0 ? 1 : x.size(own);
     stride[d] = is_other || own < 0 ? count : x.stride(own);
     count *= shape[d];
   }
@@ -166,56 +164,39 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
     slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
     slot.integer = int64_t(list.size());
   };
-  switch (kind) {
-    case Parameter::kInt:
-      slot.integer = value.toInt();
-      break;
-    case Parameter::kFloat:
-      slot.real = value.toDouble();
-      break;
-    case Parameter::kBool:
-      slot.integer = value.toBool();
-      break;
-    case Parameter::kString:
-      slot.data = const_cast<char*>(value.toStringRef().c_str());
-      break;
-    case Parameter::kChoice: {
-      const auto& choices = line.choices;
-      slot.integer =
-          std::find(choices.begin(), choices.end(), value.toStringRef()) - choices.begin();
-      break;
-    }
-    case Parameter::kInts:
-      set_list(storage.integers.emplace_back(value.isNone() ? std::vector<int64_t>()
-                                                            : value.toIntVector()));
-      break;
-    default:  // kFloats
-      set_list(storage.numbers.emplace_back(value.isNone() ? std::vector<double>()
-                                                           : value.toDoubleVector()));
-  }
+  if (value.isNone()) return;  // an absent list
+  if (kind == Parameter::kFloat)
+    slot.real = value.toDouble();
+  else if (kind == Parameter::kInts)
+    set_list(storage.integers.emplace_back(value.toIntVector()));
+  else if (kind == Parameter::kFloats)
+    set_list(storage.numbers.emplace_back(value.toDoubleVector()));
+  else if (kind == Parameter::kChoice)
+    slot.integer = std::find(line.choices.begin(), line.choices.end(), value.toStringRef()) -
+                   line.choices.begin();
+  else
+    slot.integer = kind == Parameter::kBool ? value.toBool() : value.toInt();
 }
 
 // Fill a slot for each of the kernel's parameters. An operator that uses the kernels of another one
 // may have fewer arguments and results.
-void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results,
-                void* stream, Storage& storage) {
+void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& results,
+                Storage& storage) {
   static char empty[64];
   const Operator& owner = *call.op.owner;
   size_t p = 0;
   const auto set_tensor = [&](int i, const Tensor& x, void* data) {
     storage.slots[p].data = data ? data : empty;  // not nullptr, which would be an absent tensor
-    lay_out(call, call.text.lines[i], call.shapes[i], x, kernel.entry.parameters[p].rank, int(p),
+    lay_out(call, call.text.lines[i], call.shapes[i], x, kernel.parameters[p].rank, int(p),
             storage);
   };
   for (const int i : owner.lines) {
     if (i < 0) continue;  // output_mask
     const Line& line = call.text.lines[i];
-    const Parameter& parameter = kernel.entry.parameters[p];
-    storage.slots[p] = {};
+    const Parameter& parameter = kernel.parameters[p];
     if (parameter.kind != Parameter::kTensor) {
-      const IValue& value = call.op.has(i)
-                                ? call.stack[call.op.argument[i]]
-                                : *owner.parsed.arguments()[owner.argument[i]].default_value();
+      const IValue& value =
+          call.op.has(i) ? call.stack[call.op.argument[i]] : *owner.at_line(i).default_value();
       set_value(line, parameter.kind, value, storage.slots[p], storage);
     } else if (const Tensor& x = *call.tensors[i]; x.defined()) {
       const bool is_other = call.shapes[i] && call.shapes[i] != &line.shapes[0];
@@ -226,61 +207,45 @@ void fill_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const R
     ++p;
   }
   for (size_t r = 0; r < owner.result_lines.size(); ++r, ++p) {
-    storage.slots[p] = {};
-    if (r >= call.op.result_lines.size() || !results[r].defined()) continue;
-    const Tensor* x = &results[r];
-    const at::ScalarType type = scalar_type(kernel.entry.parameters[p].type);
+    if (r >= results.size() || !call.op.is_wanted(call.stack, r)) continue;
+    const Tensor* x = &results[r].toTensor();
+    const at::ScalarType type = scalar_type(kernel.parameters[p].type);
     if (x->scalar_type() != type) {
       const Tensor wide = at::empty_like(*x, x->options().dtype(type));
       x = &storage.narrowed.emplace_back(*x, wide).second;
     }
     set_tensor(owner.result_lines[r], *x, x->mutable_data_ptr());
   }
-  if (kernel.binding.has_workspace) storage.slots[p++] = {};
-  if (kernel.binding.is_cuda) storage.slots[p] = {stream, nullptr, nullptr, 0, 0};
 }
 
-void run_slots(const Checked<int64_t>& call, const BoundKernel& kernel, const Storage& storage) {
-  const Outcome outcome = kernel.entry.run(kernel.entry.function, storage.slots.data());
+void run_slots(const Checked& call, const BoundKernel& kernel, const Storage& storage) {
+  const Outcome outcome = kernel.run(kernel.function, storage.slots.data());
   TORCH_CHECK(!outcome.error, call.op.name, ": CUDA error: ", outcome.error);
   if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
 }
 
-void narrow_results(const Storage& storage) {
-  for (const auto& [result, written] : storage.narrowed) result.copy_(written);
-}
-
-void run_on_cpu(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
-  if (!kernel.entry.checks_entries) check_entries(call);
+// Run a kernel. It writes the results.
+void run_kernel(const Checked& call, const BoundKernel& kernel, const Results& results) {
+  const Tensor& x = *call.tensors[call.first];
+  const c10::OptionalDeviceGuard guard(kernel.is_cuda ? std::optional(x.device()) : std::nullopt);
+  if (kernel.is_cuda ? wants_checks(x) : !kernel.checks_entries) check_entries(call);
   Storage storage;
-  fill_slots(call, kernel, results, nullptr, storage);
-  run_slots(call, kernel, storage);
-  narrow_results(storage);
-}
-
-void run_on_cuda(const Checked<int64_t>& call, const BoundKernel& kernel, const Results& results) {
-  const c10::DeviceGuard guard(call.first_tensor->device());
-  void* stream = current_stream(call.first_tensor->device());
-  if (wants_checks(*call.first_tensor)) check_entries(call);
-  Storage storage;
-  fill_slots(call, kernel, results, stream, storage);
+  fill_slots(call, kernel, results, storage);
+  Slot* last = &storage.slots[kernel.count - 1];
+  if (kernel.is_cuda) (last--)->data = current_stream(x.device());
   Workspace workspace{nullptr, 0};
   Tensor memory;
-  if (kernel.binding.has_workspace) {
-    storage.slots[kernel.entry.count - 2].data = &workspace;
+  if (kernel.has_workspace) {
+    last->data = &workspace;
     run_slots(call, kernel, storage);  // sets workspace.bytes
-    memory = at::empty({std::max<int64_t>(workspace.bytes, 1)},
-                       call.first_tensor->options().dtype(at::kByte));
+    memory = at::empty({std::max<int64_t>(workspace.bytes, 1)}, x.options().dtype(at::kByte));
     workspace.data = memory.mutable_data_ptr();
   }
   run_slots(call, kernel, storage);
-  narrow_results(storage);
+  for (const auto& [result, written] : storage.narrowed) result.copy_(written);
 }
 
-void push_results(const Operator& op, Results& results, torch::jit::Stack* stack) {
-  torch::jit::drop(*stack, op.count);
-  for (size_t i = 0; i < op.result_lines.size(); ++i) stack->push_back(std::move(results[i]));
-}
+// ---- calls --------------------------------------------------------------------------------------
 
 // Throw the current exception again. If memory on the CPU did not suffice, throw another error: it
 // names the argument with the largest number.
@@ -291,89 +256,80 @@ void push_results(const Operator& op, Results& results, torch::jit::Stack* stack
   } catch (const c10::Error& error) {
     if (!std::strstr(error.what_without_backtrace(), "can't allocate memory")) throw;
   }
-  int largest = -1;
+  const IValue* largest = nullptr;
   int64_t most = -1;
-  for (int i = 0; i < op.count; ++i) {
-    const contract::Kind kind = op.schema.arguments[i].kind;
+  for (size_t i = 0; i < op.count(); ++i) {
     std::vector<SymInt> numbers;
-    if (kind == contract::Kind::kInt) numbers = {stack[i].toSymInt()};
-    if (kind == contract::Kind::kInts && stack[i].isList()) numbers = stack[i].toSymIntVector();
+    if (op.kinds[i] == contract::Kind::kInt) numbers = {stack[i].toSymInt()};
+    if (op.kinds[i] == contract::Kind::kInts && stack[i].isList())
+      numbers = stack[i].toSymIntVector();
     for (const SymInt& number : numbers)
       if (value_or_zero(number) > most) {
         most = value_or_zero(number);
-        largest = i;
+        largest = &stack[i];
       }
   }
-  TORCH_CHECK(largest >= 0, op.name, ": expected arguments for which memory suffices");
-  TORCH_CHECK(false, op.name, ": expected `", op.schema.arguments[largest].name,
-              "` for which memory suffices, got ", stack[largest]);
+  TORCH_CHECK(largest, op.name, ": expected arguments for which memory suffices");
+  TORCH_CHECK(false, op.name, ": expected `", op.parsed.arguments()[largest - stack].name(),
+              "` for which memory suffices, got ", *largest);
+}
+
+// Check a call and replace its arguments on the stack by the results, which compute() returns.
+template <class Compute>
+void run_checked(const Operator& op, torch::jit::Stack* stack, const Compute& compute) {
+  IValue* const arguments = stack->data() + stack->size() - op.count();
+  Results results;
+  try {
+    results = compute(Checked(op, arguments));
+  } catch (...) {
+    refuse_memory(op, arguments);
+  }
+  torch::jit::drop(*stack, op.count());
+  for (IValue& result : results) stack->push_back(std::move(result));
 }
 
 // The kernel of the dispatch key CPU or CUDA, for all operators.
 template <bool on_cuda>
-void run_on_device(const Operator& op, torch::jit::Stack* stack) {
-  Results results;
-  IValue* const first = stack->data() + stack->size() - op.count;
-  try {
-    Checked<int64_t> call(op, first);
-    results = call.results();
-    if (const BoundKernel* kernel = kernel_for(call, on_cuda)) {
-      if (on_cuda)
-        run_on_cuda(call, *kernel, results);
-      else
-        run_on_cpu(call, *kernel, results);
-    } else {
-      TORCH_CHECK(!on_cuda || !op.family->without_cuda, op.name, ": built without CUDA because ",
-                  op.family->without_cuda);
-      TORCH_CHECK(false, op.name, ": no kernel for ", on_cuda ? "CUDA" : "the CPU",
-                  " and these dtypes is registered");
-    }
-
-    for (size_t i = 0; i < op.result_lines.size(); ++i)
-      if (!results[i].defined()) results[i] = call.nothing(i);
-  } catch (...) {
-    refuse_memory(op, first);
-  }
-  push_results(op, results, stack);
+void run_on_device(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet,
+                   torch::jit::Stack* stack) {
+  run_checked(op, stack, [&](const Checked& call) {
+    const Results results = call.results();
+    const BoundKernel* kernel = kernel_for(call, on_cuda);
+    TORCH_CHECK(kernel || !on_cuda || !op.family->entry.without_cuda, op.name,
+                ": built without CUDA because ", op.family->entry.without_cuda);
+    TORCH_CHECK(kernel, op.name, ": no kernel for ", on_cuda ? "CUDA" : "the CPU",
+                " and these dtypes is registered");
+    run_kernel(call, *kernel, results);
+    return results;
+  });
 }
 
 // The kernel of the dispatch key Meta: allocates the results.
-void run_on_meta(const Operator& op, torch::jit::Stack* stack) {
-  Results results;
-  IValue* const first = stack->data() + stack->size() - op.count;
-  try {
-    const Checked<SymInt> call(op, first);
-    results = call.results();
-    for (size_t i = 0; i < op.result_lines.size(); ++i)
-      if (!results[i].defined()) results[i] = call.nothing(i);
-  } catch (...) {
-    refuse_memory(op, first);
-  }
-  push_results(op, results, stack);
+void run_on_meta(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet,
+                 torch::jit::Stack* stack) {
+  run_checked(op, stack, [](const Checked& call) { return call.results(); });
 }
 
-// Checks the arguments of a composition and calls it.
-void run_composition(const Operator& op, torch::jit::Stack* stack) {
-  IValue* const first = stack->data() + stack->size() - op.count;
-  Value result;
-  try {
-    const Checked<SymInt> call(op, first);
-    result = op.composition(values_of(first));
-  } catch (...) {
-    refuse_memory(op, first);
-  }
-  torch::jit::drop(*stack, op.count);
-  const IValue& value = ivalue_of(result);
-  const auto& wanted = op.parsed.returns();
-  const std::vector<IValue> results =
-      value.isTuple() ? value.toTupleRef().elements().vec() : std::vector<IValue>{value};
-  bool is_ok = results.size() == wanted.size();
-  for (size_t i = 0; i < wanted.size() && is_ok; ++i)
-    is_ok = results[i].isTensor() ? wanted[i].type()->kind() == c10::TypeKind::TensorType
-                                  : results[i].type()->isSubtypeOf(*wanted[i].type());
-  TORCH_CHECK(is_ok, op.name, ": its composition must return the results of its schema, got a ",
-              value.tagKind());
-  stack->insert(stack->end(), results.begin(), results.end());
+// The kernel of a composition, for all devices.
+void run_composition(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet,
+                     torch::jit::Stack* stack) {
+  run_checked(op, stack, [&](const Checked& call) {
+    const Value value = op.composition->function(values_of(call.stack));
+    const IValue& result = ivalue_of(value);
+    Results results{result};
+    if (result.isTuple()) {
+      const auto& elements = result.toTupleRef().elements();
+      results.assign(elements.begin(), elements.end());
+    }
+    const auto& wanted = op.parsed.returns();
+    bool is_ok = results.size() == wanted.size();
+    for (size_t i = 0; i < wanted.size() && is_ok; ++i)
+      is_ok = results[i].isTensor() ? wanted[i].type()->kind() == c10::TypeKind::TensorType
+                                    : results[i].type()->isSubtypeOf(*wanted[i].type());
+    TORCH_CHECK(is_ok, op.name, ": its composition must return the results of its schema, got a ",
+                result.tagKind());
+    return results;
+  });
 }
 
 }  // namespace

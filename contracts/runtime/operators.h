@@ -4,14 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <algorithm>
-#include <array>
 #include <deque>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "contract_proofs.h"
 
@@ -28,23 +21,11 @@ using contract::Sum;
 
 // The bytes of a process's address space on x86-64. A result has fewer.
 constexpr int64_t kMostBytes = int64_t(1) << 47;
-using Results = std::array<Tensor, contract::kMostResults>;
+using Results = c10::SmallVector<IValue, 4>;
 
-at::ScalarType scalar_type(Type type) {
-  static constexpr at::ScalarType kTypes[] = {at::ScalarType::Undefined,
-                                              at::kBool,
-                                              at::kByte,
-                                              at::kUInt16,
-                                              at::kChar,
-                                              at::kShort,
-                                              at::kInt,
-                                              at::kLong,
-                                              at::kHalf,
-                                              at::kBFloat16,
-                                              at::kFloat,
-                                              at::kDouble};
-  return kTypes[int(type)];
-}
+at::ScalarType scalar_type(Type type) { return at::ScalarType(type); }
+static_assert(at::ScalarType(Type::kBFloat16) == at::kBFloat16);
+static_assert(at::ScalarType(Type::kUInt16) == at::kUInt16);
 
 // A Value is an IValue. Its header does not know that type.
 static_assert(sizeof(Value) == sizeof(IValue) && alignof(Value) == alignof(IValue));
@@ -60,11 +41,6 @@ const Tensor kNone;
 
 const Tensor& tensor_or_none(const IValue& value) {
   return value.isTensor() ? value.toTensor() : kNone;
-}
-
-template <class Item>
-bool contains(const std::vector<Item>& list, const Item& item) {
-  return std::find(list.begin(), list.end(), item) != list.end();
 }
 
 // An undefined tensor stands for an absent argument or for a derivative that is zero.
@@ -86,23 +62,22 @@ struct Call {
   }
 };
 
-struct BoundKernel {
-  KernelEntry entry;
-  contract::Binding binding;
-};
+using contract::BoundKernel;
 
 struct Family;
-struct Derivatives;
 
 struct Operator : contract::Signature {
   Family* family;
   std::string name;  // qualified
-  int count = 0;     // of arguments
-  Value (*composition)(const Value*) = nullptr;
-  void (*check)(Value*, Value*) = nullptr;
-  std::shared_ptr<const Derivatives> derivatives{};  // nullptr: it has none
+  // The parts of its source. nullptr: it has none.
+  const Composition* composition = nullptr;
+  const Derivative* derivative = nullptr;
+  const Check* check = nullptr;
   std::vector<BoundKernel> kernels{};
   const Operator* owner = nullptr;  // the operator whose kernels it uses
+
+  size_t count() const { return kinds.size(); }  // of arguments
+  const contract::Text& text() const;            // of its contract
 
   // Return whether a call computes a result: output_mask may leave it out.
   bool is_wanted(const IValue* arguments, size_t result) const {
@@ -112,12 +87,12 @@ struct Operator : contract::Signature {
 
 // All operators of one contract.
 struct Family {
-  contract::Text text;
-  std::string name_space, file;
-  int line = 0;                        // of the contract in the file
-  const char* without_cuda = nullptr;  // why the build has no CUDA
-  std::deque<Operator> operators;
+  ContractEntry entry;
+  contract::Text text{};
+  std::deque<Operator> operators{};
 };
+
+const contract::Text& Operator::text() const { return family->text; }
 
 std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;

@@ -1,15 +1,14 @@
 // Registers a library's operators. The blocks of TORCH_LIBRARY in it
-// (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl in them becomes a step.
-// commit() registers all steps or none.
+// (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl is a step. commit()
+// registers all steps or none.
 //
-// In a C++ host that links or dlopens the library, its initialisers call commit(). calcops_jit's
-// loader (registration.py) compares the steps first and then calls it. The library is then "held":
-// while the loader opens it, the dispatcher has an operator calcops_jit::holds with an overload
-// that encodes the library's path, and the initialisers look it up.
+// In a C++ host, the library's initialisers call commit(). The loader (registration.py) compares
+// the steps first. It "holds" the library: while opening it, it registers an operator
+// calcops_jit::holds with an overload that encodes the library's path.
 //
 // A registration remains until the process ends, or until a newer library no longer has it. The
-// newest kernel of an operator is called. TorchBind classes are not steps: libtorch registers a
-// class while its block runs, and refuses the class of a newer library.
+// newest kernel of an operator is called. TorchBind classes and m.set_python_module() are no steps:
+// libtorch registers a class while its block runs and refuses that of a newer library.
 #include <dlfcn.h>
 #include <torch/library.h>
 
@@ -97,7 +96,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
 
     void add(Step step) {
       steps.push_back(std::move(step));
-      if (committed) commit(steps.size() - 1);  // from a torch::Library outside a block
+      if (committed && blocks.empty()) commit(steps.size() - 1);  // not from a block
     }
 
     // Register the steps from `first` on, all or none.
@@ -129,7 +128,6 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     registry.blocks.push_back(block);
     if (registry.held) return;
     const size_t first = registry.steps.size();
-    registry.committed = false;  // until all steps of the block are collected
     registry.collect();
     registry.commit(first);
   }
@@ -152,8 +150,6 @@ namespace torch {
 
 Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name,
                        const std::vector<at::Tag>& tags, _RegisterOrVerify) & {
-  TORCH_CHECK(kind_ != IMPL, "def(\"", schema.operator_name(),
-              "\") in a TORCH_LIBRARY_IMPL block at ", file_, ":", line_);
   schema.setNamespaceIfNotSet(ns_->c_str());
   TORCH_CHECK(*schema.getNamespace() == *ns_, "def(\"", schema.operator_name(),
               "\") in a block of namespace ", *ns_, " at ", file_, ":", line_);
@@ -166,15 +162,11 @@ Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name
        {},
        c10::toString(op),
        line,
-       [op, schema, tags, module = python_module_,
+       [op, schema, tags,
         where = c10::str("registered at ", file_, ":", line_)](calcops_jit::Handles& done) {
-         auto& dispatcher = calcops_jit::dispatcher();
-         const auto live = dispatcher.findSchema(op);
-         if (live && live->schema() == schema) return;
-         if (module)
-           done.emplace_back("",
-                             dispatcher.registerPythonModule(op, module->first, module->second));
-         done.emplace_back("", dispatcher.registerDef(schema, where, tags));
+         const auto live = calcops_jit::dispatcher().findSchema(op);
+         if (!live || live->schema() != schema)
+           done.emplace_back("", calcops_jit::dispatcher().registerDef(schema, where, tags));
        }});
   return *this;
 }
@@ -182,8 +174,6 @@ Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name
 Library& Library::_impl(const char* name, CppFunction&& f, _RegisterOrVerify) & {
   const c10::OperatorName op = _resolve(name);
   const auto key = f.dispatch_key_ ? f.dispatch_key_ : dispatch_key_;
-  TORCH_CHECK(!dispatch_key_ || *key == *dispatch_key_, "impl(\"", name, "\") for ", *key,
-              " in a block for ", *dispatch_key_, " at ", file_, ":", line_);
   const auto runtime_key = key.value_or(c10::DispatchKey::CompositeImplicitAutograd);
   const std::string step = c10::toString(op) + ' ' + c10::toString(runtime_key);
   const std::string line =
@@ -258,4 +248,3 @@ CALCOPS_EXPORT void calcops_jit_retire(const char* name) {
   calcops_jit::Registry::here().live.remove_if(
       [&](const auto& step) { return step.first == name; });
 }
-#undef CALCOPS_EXPORT

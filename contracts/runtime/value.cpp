@@ -52,10 +52,7 @@ bool Value::wants_checks() const {
   return is_readable() && calcops::wants_checks(ivalue_of(*this).toTensor());
 }
 
-bool Value::is_on_cuda() const {
-  const Tensor& x = ivalue_of(*this).toTensor();
-  return x.is_cuda();
-}
+bool Value::is_on_cuda() const { return ivalue_of(*this).toTensor().is_cuda(); }
 
 int64_t Value::item() const {
   const IValue& value = ivalue_of(*this);
@@ -152,14 +149,12 @@ Value Value::call_in(const char* name_space, const char* op, const Value* values
 }
 
 Value Value::list_of(const Value* values, int count) {
-  if (count > 0 && ivalue_of(values[0]).isTensor()) {
-    c10::List<Tensor> list;
-    for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toTensor());
-    return value_of(IValue(std::move(list)));
-  }
-  if (count > 0 && ivalue_of(values[0]).isBool()) {
-    c10::List<bool> list;
-    for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]).toBool());
+  const bool has_tensors = count > 0 && ivalue_of(values[0]).isTensor();
+  if (has_tensors || (count > 0 && ivalue_of(values[0]).isBool())) {
+    using c10::TypePtr;
+    c10::impl::GenericList list(has_tensors ? TypePtr(c10::TensorType::get())
+                                            : TypePtr(c10::BoolType::get()));
+    for (int i = 0; i < count; ++i) list.push_back(ivalue_of(values[i]));
     return value_of(IValue(std::move(list)));
   }
   std::vector<SymInt> list;
@@ -178,6 +173,14 @@ std::string text_of(const Value& shown) {
   return c10::str(value.toTensor().scalar_type(), ' ', value.toTensor().sym_sizes());
 }
 
+// Formulas receive an undefined tensor for a gradient or a tangent that is zero.
+bool is_zero(const Value& value) { return value.is_tensor() && value.is_none(); }
+
+// Call an operator of PyTorch for a tensor and a tensor or a number.
+Value call_for(const char* name, const Value& a, const Value& b) {
+  return Value::call((std::string(name) + (b.is_tensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
+}
+
 }  // namespace
 
 void refuse(const char* op, const char* argument, const char* what, const Value& got) {
@@ -186,63 +189,30 @@ void refuse(const char* op, const char* argument, const char* what, const Value&
 
 void refuse(const char* op, const char* argument, const char* what, const Value& wanted,
             const Value& got) {
-  TORCH_CHECK(false, op, ": expected `", argument, "` ", what, ' ', text_of(wanted), ", got ",
-              text_of(got));
+  refuse(op, argument, (what + (' ' + text_of(wanted))).c_str(), got);
 }
-
-namespace {
-
-// Formulas receive an undefined tensor for a gradient or a tangent that is zero.
-bool is_zero(const Value& value) { return value.is_tensor() && value.is_none(); }
-
-// Call an operator of PyTorch for tensors, otherwise compute with numbers or with sizes.
-template <class Numbers, class Sizes>
-Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers,
-               const Sizes& sizes) {
-  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
-  if (x.isTensor() || y.isTensor())
-    return Value::call((std::string(name) + (y.isTensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
-  if (x.isDouble() || y.isDouble())
-    return value_of(numbers(x.toScalar().toDouble(), y.toScalar().toDouble()));
-  return value_of(sizes(size_of(a), size_of(b)));
-}
-
-}  // namespace
 
 Value operator+(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? b : a;
-  if (b.is_tensor() && !a.is_tensor()) return b + a;
-  return combined(
-      "aten::add", a, b, [](double x, double y) { return IValue(x + y); },
-      [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, y)); });
+  if (a.is_tensor()) return call_for("aten::add", a, b);
+  return b.is_tensor() ? b + a : value_of(sum_of(size_of(a), size_of(b)));
 }
 
 Value operator*(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? a : b;
-  if (b.is_tensor() && !a.is_tensor()) return b * a;
-  return combined(
-      "aten::mul", a, b, [](double x, double y) { return IValue(x * y); },
-      [](const SymInt& x, const SymInt& y) { return IValue(product_of(x, y)); });
+  if (a.is_tensor()) return call_for("aten::mul", a, b);
+  return b.is_tensor() ? b * a : value_of(product_of(size_of(a), size_of(b)));
 }
 
 Value operator-(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? b * -1 : a;
-  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::rsub.Scalar", b, a);
-  return combined(
-      "aten::sub", a, b, [](double x, double y) { return IValue(x - y); },
-      [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, product_of(-1, y))); });
+  if (a.is_tensor()) return call_for("aten::sub", a, b);
+  return b.is_tensor() ? Value::call("aten::rsub.Scalar", b, a) : a + b * -1;
 }
 
 Value operator/(const Value& a, const Value& b) {
   if (is_zero(a)) return a;
-  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::reciprocal", b) * a;
-  const IValue& y = ivalue_of(b);
-  const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();
-  TORCH_CHECK(!is_size || b.expect_at_least(1),
-              "calcops::Value: expected a size divided by at least 1, got ", y);
-  return combined(
-      "aten::div", a, b, [](double x, double y) { return IValue(x / y); },
-      [](const SymInt& x, const SymInt& y) { return IValue(x / y); });
+  return a.is_tensor() ? call_for("aten::div", a, b) : Value::call("aten::reciprocal", b) * a;
 }
 
 }  // namespace calcops

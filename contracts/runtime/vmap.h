@@ -4,10 +4,8 @@
 
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 
 #include <optional>
 
@@ -32,45 +30,17 @@ tensor_list vmap_one_by_one(const Call& call, const SymInt& items) {
   return results;
 }
 
-// Return results without items. Their shapes are those of a call on Meta.
-tensor_list vmap_no_items(const Call& call) {
-  Call one = call;
-  Tensor nothing;  // 0, which depends on all floating arguments, as the results do
-  at::TensorOptions options;
-  for (IValue& argument : one.arguments) {
-    if (!argument.isTensor()) continue;
-    const Tensor& x = argument.toTensor();
-    options = x.options();
-    if (x.is_floating_point()) nothing = nothing.defined() ? nothing.add(x.sum()) : x.sum();
-    argument = at::empty_symint(x.sym_sizes().slice(1), options.device(at::kMeta));
-  }
-  tensor_list results;
-  for (const Tensor& result : one.run()) {
-    c10::SymDimVector shape(result.sym_sizes());
-    shape.insert(shape.begin(), 0);
-    results.push_back(at::zeros_symint(shape, options.dtype(result.scalar_type())));
-    if (result.is_floating_point() && nothing.defined())
-      results.back() = results.back().add(nothing.to(result.scalar_type()));
-  }
-  return results;
-}
-
 // A call under vmap whose tensors are [items, ...], as one call.
 struct Joined {
   const Operator& op;
-  const contract::Text& text;
   const Call& given;
   const SymInt& items;
-  std::vector<IValue> first;   // the arguments of the first item
-  const Checked<SymInt> item;  // All items have its sizes.
+  std::vector<IValue> first;  // the arguments of the first item
+  const Checked item;         // All items have its sizes.
+  bool is_shifted = false;    // entries are shifted
 
   Joined(const Operator& op, const Call& given, const SymInt& items)
-      : op(op),
-        text(op.family->text),
-        given(given),
-        items(items),
-        first(first_of(given)),
-        item(op, first.data()) {}
+      : op(op), given(given), items(items), first(first_of(given)), item(op, first.data()) {}
 
   static std::vector<IValue> first_of(const Call& given) {
     std::vector<IValue> arguments = given.arguments;
@@ -79,46 +49,56 @@ struct Joined {
     return arguments;
   }
 
-  bool is_joined(int size) const { return size >= 0 && contains(text.joined, text.sizes[size]); }
+  bool is_joined(int size) const { return size >= 0 && item.text.joined >> size & 1; }
 
-  // Return the dimension of a tensor that vmap joins; -1: none.
-  int dimension(const Line& line) const {
-    if (line.shapes.empty()) return -1;
-    for (size_t d = 0; d < line.shapes[0].size(); ++d)
-      if (is_joined(contract::bare(line.shapes[0][d]))) return int(d);
-    return -1;
-  }
+  // The dimension of a tensor that vmap joins.
+  struct Dimension {
+    bool can_be_joined = true;
+    int at = -1;  // -1: none
+    SymInt size{};
+  };
 
-  // Return whether a shape or entries of a tensor have a joined size.
-  bool has_joined_size(const Line& line) const {
-    uint32_t sizes = contract::sizes_of(line.entries.below);
-    for (const Shape& shape : line.shapes) sizes |= contract::sizes_of(shape);
-    for (size_t size = 0; size < text.sizes.size(); ++size)
-      if (sizes >> size & 1 && is_joined(int(size))) return true;
-    return false;
+  // Only one dimension can be joined, which is one size.
+  Dimension dimension(int i) const {
+    Dimension found;
+    const Line& line = item.text.lines[i];
+    if (line.any_shape) return found;
+    const Shape& shape = item.shapes[i] ? *item.shapes[i] : line.shapes[0];
+    for (size_t d = 0; d < shape.size(); ++d) {
+      if (!(contract::sizes_of(shape[d]) & item.text.joined)) continue;
+      const int size = contract::bare(shape[d]);
+      if (found.at >= 0 || size < 0) return {false};
+      found = {true, int(d), item.sizes[size]};
+    }
+    return found;
   }
 
   // Return x [items, ...] with its items joined along the joined dimension, or nothing if they
   // cannot be joined.
-  std::optional<Tensor> join(const Tensor& x, const Line& line) const {
-    const int d = dimension(line);
-    if (d < 0) {
-      // Its shape or its entries are those of one item, such as [N + M].
-      if (has_joined_size(line)) return {};
+  std::optional<Tensor> join(const Tensor& x, int i) {
+    const Sum& below = item.text.lines[i].entries.below;
+    const Dimension joined = dimension(i);
+    const bool names_rows = contract::sizes_of(below) & item.text.joined;
+    if (!joined.can_be_joined) return {};
+    if (joined.at < 0) {
       // The tensor must serve all items. vmap() expands such a tensor, so that its stride along the
       // items is 0.
-      if (items.maybe_as_int() != 1 && x.sym_stride(0).maybe_as_int() != 0) return {};
+      const bool serves_all = items.maybe_as_int() == 1 || x.sym_stride(0).maybe_as_int() == 0;
+      if (names_rows || !serves_all) return {};
       return x.select(0, 0);
     }
     Tensor shifted = x;
-    if (const int size = contract::bare(line.entries.below); is_joined(size)) {
-      const SymInt& rows = item.sizes[size];
+    if (names_rows) {
+      if (contract::bare(below) < 0) return {};
+      const SymInt& rows = item.sizes[contract::bare(below)];
       const auto type = x.scalar_type();
       const int bits = int(8 * c10::elementSize(type)) - c10::isSignedType(type);
-      if (bits < 63 && !holds(at_most(rows * items, SymInt((int64_t(1) << bits) - 1)))) return {};
+      if (bits < 63 && !contract::is_at_most(rows * items, SymInt((int64_t(1) << bits) - 1)))
+        return {};
       shifted = shifted_by(x, rows).to(type);
+      is_shifted = true;
     }
-    return shifted.movedim(0, d).flatten(d, d + 1);
+    return shifted.movedim(0, joined.at).flatten(joined.at, joined.at + 1);
   }
 
   // Index entries [items, ...] name the rows of their own item. Return entries that name the same
@@ -132,24 +112,30 @@ struct Joined {
   }
 
   // Return one call for all items, or nothing if they cannot be joined.
-  std::optional<Call> call() const {
+  std::optional<Call> call() {
     Call all = given;
-    for (size_t i = 0; i < text.lines.size(); ++i) {
-      const Line& line = text.lines[i];
-      if (!op.has(int(i))) continue;
-      IValue& argument = all.arguments[op.argument[i]];
+    for (size_t i = 0; i < op.count(); ++i) {
+      if (op.lines[i] < 0) continue;  // output_mask
+      const Line& line = item.text.lines[op.lines[i]];
+      IValue& argument = all.arguments[i];
       if (argument.isTensor()) {
-        const auto joined = join(argument.toTensor(), line);
+        const auto joined = join(argument.toTensor(), op.lines[i]);
         if (!joined) return {};
         argument = *joined;
       } else if (is_joined(line.size)) {
         argument = item.sizes[line.size] * items;
-      } else if (is_joined(contract::bare(line.entries.below))) {
+      } else if (contract::sizes_of(line.entries.below) & item.text.joined) {
         return {};  // the kernel cannot know to which item a row belongs
       }
     }
+    for (size_t i = 0; i < op.result_lines.size(); ++i) {
+      if (dimension(op.result_lines[i]).at < 0) return {};
+      // A result of integers might name the shifted rows.
+      const auto type = item.options_of(i).dtype();
+      if (is_shifted && c10::isIntegralType(type.toScalarType(), /*includeBool=*/false)) return {};
+    }
     try {
-      Checked<SymInt>(op, all.arguments.data());
+      Checked(op, all.arguments.data());
     } catch (const std::exception&) {
       return {};  // it is too large for a limit that one item meets
     }
@@ -159,24 +145,20 @@ struct Joined {
   // Return the results of all items from those of their call.
   tensor_list separate(tensor_list results) const {
     for (size_t i = 0; i < results.size(); ++i) {
-      const Line& line = text.lines[op.result_lines[i]];
-      const int d = dimension(line);
-      if (op.is_wanted(given.arguments.data(), i))
-        results[i] =
-            results[i]
-                .unflatten_symint(d, {items, item.sizes[contract::bare(line.shapes[0][d])]})
-                .movedim(d, 0);
-      else
-        results[i] = results[i].unflatten_symint(0, {items, 0});
+      const Dimension joined = dimension(op.result_lines[i]);
+      results[i] =
+          op.is_wanted(given.arguments.data(), i)
+              ? results[i].unflatten_symint(joined.at, {items, joined.size}).movedim(joined.at, 0)
+              : results[i].unflatten_symint(0, {items, 0});
     }
     return results;
   }
 };
 
 tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items) {
-  if (items.maybe_as_int() == 0) return vmap_no_items(call);
-  if (!op.family->text.joined.empty()) {
-    const Joined joined(op, call, items);
+  TORCH_CHECK(items.maybe_as_int() != 0, op.name, ": expected torch.vmap of one item or more");
+  if (op.text().joined) {
+    Joined joined(op, call, items);
     if (const auto all = joined.call()) try {
         return joined.separate(all->run());
       } catch (const c10::Error&) {
@@ -188,8 +170,9 @@ tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items
 
 // The kernel of the dispatch key FuncTorchBatched. The batch dimension comes first in every tensor
 // of the calls above.
-void vmap(const Operator& op, const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
-  Call call{handle, torch::jit::pop(*stack, size_t(op.count))};
+void vmap(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchKeySet,
+          torch::jit::Stack* stack) {
+  Call call{handle, torch::jit::pop(*stack, op.count())};
   int64_t level = -1;  // of the innermost vmap
   for (const IValue& argument : call.arguments)
     if (const Tensor tensor = tensor_or_none(argument); tensor.defined())

@@ -177,10 +177,12 @@ how    "sum" or "mean".
 value  []; like x.
 )");
 
-void diagonal_sum(Strided<const double, 2> x, const char* how, View<double, 0> value) {
+enum class How { kSum, kMean };
+
+void diagonal_sum(Strided<const double, 2> x, How how, View<double, 0> value) {
   value() = 0;
   for (int64_t i = 0; i < x.shape[0]; ++i) value() += x(i, i);
-  if (how[0] == 'm') value() /= double(x.shape[0]);
+  if (how == How::kMean) value() /= double(x.shape[0]);
 }
 const Kernel kDiagonalCpu("diagonal_sum", diagonal_sum);
 
@@ -322,6 +324,54 @@ void marked(View<const double, 1> x, View<const int64_t, 1> index, View<const do
   for (int64_t i = 0; i < index.shape[0]; ++i) y(index(i)) = 9;
 }
 const Kernel kMarkedCpu("marked", marked);
+
+// Items that vmap cannot join. Each is a call.
+const Contract kSeparate(R"(
+summed(Tensor x) -> Tensor sum
+row_sums(Tensor table) -> Tensor sums
+steps(Tensor longer) -> Tensor step
+copied(Tensor next) -> Tensor after
+below(Tensor end, int m) -> Tensor share
+default_type(Tensor next, Tensor? x=None) -> Tensor other
+x       [N]; float32 or float64.
+sum     []; like x.
+table   [N, M]; float64.
+sums    [N]; float64.
+longer  [N + 1]; float64.
+step    [N]; float64.
+next    [N]; int64; entries 0 <= j < N at row.
+after   [N]; like next.
+m       0 to 9.
+end     [N]; int64; entries 0 <= j < N + m at row.
+share   [N]; float64.
+other   [N]; like x.
+vmap    joins N, M
+)");
+
+void row_sums(View<const double, 2> table, View<double, 1> sums) {
+  const auto [rows, columns] = table.shape;
+  for (int64_t i = 0; i < rows; ++i)
+    sums(i) = std::accumulate(&table(i, 0), &table(i, 0) + columns, 0.0);
+}
+
+void summed(View<const double, 1> x, View<double, 0> sum) {
+  sum() = std::accumulate(x.data, x.data + x.shape[0], 0.0);
+}
+
+void copied(View<const int64_t, 1> next, View<int64_t, 1> after) {
+  std::copy_n(next.data, next.shape[0], after.data);
+}
+
+void below(View<const int64_t, 1> end, int64_t m, View<double, 1> share) {
+  for (int64_t i = 0; i < end.shape[0]; ++i) share(i) = double(end(i)) / double(end.shape[0] + m);
+}
+
+void default_type(View<const int64_t, 1> next, View<const double, 1>, View<double, 1> other) {
+  std::copy_n(next.data, next.shape[0], other.data);
+}
+const Kernel kSummedCpu("summed", summed), kRowSumsCpu("row_sums", row_sums);
+const Kernel kStepsCpu("steps", differences), kCopiedCpu("copied", copied);
+const Kernel kBelowCpu("below", below), kDefaultTypeCpu("default_type", default_type);
 
 // Two shapes with different numbers of elements.
 const Contract kUnequal(R"(
@@ -486,6 +536,10 @@ x      [N]; float64.
 index  [M] or [M, 1]; int8, uint8 or int32; entries 0 <= i < N.
 rows   [M]; like x.
 
+repeated(Tensor x, int count) -> Tensor copies
+count   Of copies.
+copies  [count]; like x.
+
 outer(Tensor x, SymInt n, SymInt m) -> Tensor table
 n      0 to 2^40.
 m      0 to 10^18.
@@ -504,15 +558,12 @@ void picked(View<const double, 1> x, View<const Index, 1> index, View<double, 1>
 void outer(View<const double, 1>, int64_t, int64_t, View<double, 1>) {}
 const Kernel kLimitedCpu("limited", limited);
 const Kernel kPickedCpu("picked", picked<int8_t>, picked<uint8_t>, picked<int32_t>);
-const Kernel kOuterCpu("outer", outer);
+void repeated(View<const double, 1>, int64_t, View<double, 1>) {}
+const Kernel kOuterCpu("outer", outer), kRepeatedCpu("repeated", repeated);
 
 // ---- compositions -------------------------------------------------------------------------------
 
 Value inverse(const Value* arguments) { return 1 / arguments[0]; }
-Value halves(const Value* arguments) {
-  return Value::call("aten::narrow", arguments[0], 0, 0, arguments[0].size(0) / 2);
-}
-Value quotient(const Value* arguments) { return arguments[0] * (arguments[1] / arguments[2]); }
 Value is_given(const Value* arguments) {
   return arguments[0] * int64_t(!arguments[1].is_none()) * int64_t(!arguments[2].is_none());
 }
@@ -525,22 +576,13 @@ Value no_result(const Value*) { return nullptr; }
 Value flag_as_size(const Value* arguments) { return arguments[0] * (Value(true) + 1); }
 Value huge(const Value* arguments) { return arguments[0] * (arguments[1] * (int64_t(1) << 40)); }
 
-const calcops::Composition kCompositions[] = {{"inverse", inverse},
-                                              {"halves", halves},
-                                              {"quotient", quotient},
-                                              {"is_given", is_given},
-                                              {"dimension", dimension},
-                                              {"too_many", too_many},
-                                              {"both", both},
-                                              {"one_of_two", both},
-                                              {"no_result", no_result},
-                                              {"huge", huge},
-                                              {"flag_as_size", flag_as_size}};
+const calcops::Composition kCompositions[] = {
+    {"inverse", inverse},     {"is_given", is_given}, {"dimension", dimension},
+    {"too_many", too_many},   {"both", both},         {"one_of_two", both},
+    {"no_result", no_result}, {"huge", huge},         {"flag_as_size", flag_as_size}};
 
 const Contract kComposed(R"(
 inverse(Tensor x) -> Tensor
-halves(Tensor x) -> Tensor
-quotient(Tensor x, int a, int b) -> Tensor
 is_given(Tensor x, int? number, str? text) -> Tensor
 dimension(Tensor x, int d) -> Tensor
 too_many(Tensor x) -> Tensor
@@ -551,7 +593,6 @@ flag_as_size(Tensor x) -> Tensor
 huge(Tensor x, int a) -> Tensor
 x       [N]; float64.
 a       Text.
-b       Text.
 d       Text.
 number  Text.
 text    Text.

@@ -34,7 +34,6 @@ const std::map<std::string, KernelEntry> kKernels = {
     {"with_double", cpu<In, double, Out>()},
     {"with_int", cpu<In, int64_t, Out>()},
     {"with_bool", cpu<In, bool, Out>()},
-    {"with_string", cpu<In, const char*, Out>()},
     {"with_choice", cpu<In, Choice, Out>()},
     {"with_list", cpu<In, List<int64_t>, Out>()},
     {"with_view", cpu<In, In, Out>()},
@@ -66,18 +65,18 @@ void prove(std::istringstream text) {
     else
       contract += line + "\n";
   }
-  const contract::Proved proved =
-      contract::Prover(contract::Reader(contract).read(), composed).proved();
+  contract::Text read = contract::Reader(contract).read();
+  const contract::Prover proved(read, composed);
   std::vector<const contract::Signature*> owners;
   for (const contract::Signature& op : proved.operators)
     for (const auto& [name, kernel] : kernels)
       if (op.schema.name == name) {
-        contract::bind(proved.text, op, kKernels.at(kernel));
+        contract::bind(read, op, kKernels.at(kernel));
         owners.push_back(&op);
       }
   for (const contract::Signature& op : proved.operators) {
     const bool has_kernels = std::any_of(owners.begin(), owners.end(), [&](const auto* owner) {
-      return owner == &op || contract::may_use_kernels_of(proved.text, op, *owner);
+      return owner == &op || contract::may_use_kernels_of(read, op, *owner);
     });
     if (!owners.empty() && !has_kernels)
       throw contract::Mistake(op.schema.number, "no kernel of " + op.schema.name);

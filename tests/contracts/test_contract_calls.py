@@ -113,6 +113,14 @@ def test_bounds_are_checked(mine, arguments, message, device):
     assert str(error.value) == f"contracts::limited: expected {message}"
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_number_that_a_shape_names_is_never_negative(mine, device):
+    x = torch.ones(1, device=device, **float64)
+    assert mine.repeated(x, 3).shape == (3,)
+    with pytest.raises(RuntimeError, match="repeated: expected `count` >= 0, got -1$"):
+        mine.repeated(x, -1)
+
+
 def test_numbers_at_their_bounds_are_accepted(mine):
     x = torch.ones(5, **float64)
     for arguments in (dict(shift=-5), dict(shift=5), dict(t=0.6), dict(u=1.9)):
@@ -212,6 +220,31 @@ def test_vmap_calls_once_an_item_where_an_argument_is_that_of_one_item(mine, row
     assert torch.equal(vmap(lambda x: mine.marked(x, index, offset))(x), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("summed", [5]), ("row_sums", [5, 5]), ("steps", [6]), ("copied", [5]), ("below", [5])],
+)
+def test_vmap_calls_once_an_item_where_a_contract_cannot_join_them(mine, name, shape):
+    """The result lacks the size, two dimensions have it, a sum has it, entries have it in a sum,
+    or a result of integers might name shifted rows."""
+    x = torch.randint(0, 5, (3, *shape))
+    if name in ("summed", "row_sums", "steps"):
+        x = torch.randn(3, *shape, **float64)
+    more = [2] if name == "below" else []
+
+    def call(x):
+        return getattr(mine, name)(x, *more)
+
+    assert torch.equal(vmap(call)(x), torch.stack([call(item) for item in x]))
+
+
+def test_a_result_like_an_absent_tensor_has_the_first_dtype(mine):
+    next = torch.tensor([1, 0])
+    assert mine.default_type(next).dtype == torch.float32
+    assert mine.default_type(next).tolist() == [1, 0]
+    assert mine.default_type(next, torch.ones(2, **float64)).dtype == torch.float64
+
+
 def test_a_check_of_a_joined_operator_refuses_one_item(mine):
     index = torch.tensor([0])
     with pytest.raises(RuntimeError, match=r"marked: expected `x` of two rows, got Double \[1\]"):
@@ -251,27 +284,9 @@ def test_another_shape_of_fewer_numbers_never_reaches_the_kernel(mine):
         mine.unequal(torch.ones(6, **float64))
 
 
-@pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
-def test_vmap_over_no_items_gives_no_items(mine, name):
-    x = torch.randn(0, 5, **float64, requires_grad=True)
-    if name == "matrix_product":
-        x = torch.randn(0, 5, 4, **float64, requires_grad=True)
-        weights = torch.randn(4, 3, **float64)
-        result = vmap(calcops_jit.matrix_product, (0, None))(x, weights)
-        assert result.shape == vmap(torch.mm, (0, None))(x, weights).shape == (0, 5, 3)
-    elif name == "gather_rows":
-        x = torch.randn(0, 5, 2, **float64, requires_grad=True)
-        result = vmap(mine.gather_rows, (0, None))(x, torch.tensor([1, 4, 2]))
-        assert result.shape == (0, 3, 2)
-    elif name == "pair_energy":
-        result = vmap(mine.pair_energy, (0, None))(x, 1.0)
-        assert result.shape == (0, 5)
-    else:
-        result = vmap(mine.running_sum)(x.detach())
-        assert result.shape == (0, 5)
-        return
-    (gradient,) = torch.autograd.grad(result.sum(), x)
-    assert gradient.shape == x.shape
+def test_vmap_over_no_items_is_an_error(mine):
+    with pytest.raises(RuntimeError, match="running_sum: expected torch.vmap of one item or more"):
+        vmap(mine.running_sum)(torch.ones(0, 5, **float64))
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
@@ -345,19 +360,10 @@ def test_a_number_as_a_gradient_is_an_error(mine):
 # ---- Value ---------------------------------------------------------------------------------------
 
 
-def test_values_divide_by_tensors_and_sizes(mine):
+def test_a_number_is_divided_by_a_tensor_and_a_size_is_an_item_of_a_shape(mine):
     x = torch.rand(5, **float64) + 1
     assert torch.equal(mine.inverse(x), 1 / x)
-    assert torch.equal(mine.halves(x), x[:2])
     assert torch.equal(mine.dimension(x, 0), x * 5)
-
-
-@pytest.mark.parametrize(("a", "b"), [(-(2**63), -1), (5, 0)])
-def test_a_size_is_divided_by_positive_sizes(mine, a, b):
-    x = torch.ones(2, **float64)
-    assert torch.equal(mine.quotient(x, 7, 2), x * 3)
-    with pytest.raises(RuntimeError, match=f"expected a size divided by at least 1, got {b}"):
-        mine.quotient(x, a, b)
 
 
 def test_a_composition_takes_optional_numbers_and_strings(mine):

@@ -18,36 +18,17 @@ struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace calcops {
 
-// A contiguous tensor. If `data` is nullptr, the argument is absent or the gradient is not wanted.
-// Its shape is the first one in the contract.
-template <class Number, int rank>
-struct View {
-  Number* data;
-  int64_t shape[rank > 0 ? rank : 1];
-
-  CALCOPS_INLINE explicit operator bool() const { return data != nullptr; }
-
-  template <class... Index>
-  CALCOPS_INLINE Number& operator()(Index... index) const {
-    static_assert(sizeof...(index) == rank, "one index for each dimension");
-    int64_t position = 0;
-    int dimension = 0;
-    ((position = position * shape[dimension++] + index), ...);
-    return data[position];
-  }
-};
-
 // How the numbers of a tensor lie in memory. A tensor that lies otherwise is copied for the kernel.
+// With kTransposed it is contiguous, or its last two dimensions are exchanged.
 enum class Layout : int8_t { kContiguous, kTransposed, kStrided };
 
-// A tensor with strides, in elements. With kTransposed it is contiguous, or its last two dimensions
-// are exchanged.
+// A tensor. If `data` is nullptr, the argument is absent or the gradient is not wanted. Its shape
+// is the first one in the contract.
 template <class Number, int rank, Layout layout = Layout::kStrided>
 struct Strided {
-  static_assert(layout != Layout::kContiguous, "a contiguous tensor is a View");
   Number* data;
   int64_t shape[rank > 0 ? rank : 1];
-  int64_t stride[rank > 0 ? rank : 1];
+  int64_t stride[rank > 0 ? rank : 1];  // in elements
 
   CALCOPS_INLINE explicit operator bool() const { return data != nullptr; }
 
@@ -56,10 +37,16 @@ struct Strided {
     static_assert(sizeof...(index) == rank, "one index for each dimension");
     int64_t position = 0;
     int dimension = 0;
-    ((position += stride[dimension++] * index), ...);
+    if constexpr (layout == Layout::kContiguous)
+      ((position = position * shape[dimension++] + index), ...);
+    else
+      ((position += stride[dimension++] * index), ...);
     return data[position];
   }
 };
+
+template <class Number, int rank>
+using View = Strided<Number, rank, Layout::kContiguous>;
 
 // The values of an argument int[] or float[].
 template <class Number>
@@ -77,35 +64,25 @@ struct Workspace {
 
 // ---- the interface of kernels and the runtime ---------------------------------------------------
 
+// The numbers are those of PyTorch's ScalarType.
 enum class Type : int8_t {
-  kNone,
-  kBool,
-  kUInt8,
-  kUInt16,
-  kInt8,
-  kInt16,
-  kInt32,
-  kInt64,
-  kFloat16,
-  kBFloat16,
-  kFloat32,
-  kFloat64
+  kNone = -1,
+  kUInt8 = 0,
+  kInt8 = 1,
+  kInt16 = 2,
+  kInt32 = 3,
+  kInt64 = 4,
+  kFloat16 = 5,
+  kFloat32 = 6,
+  kFloat64 = 7,
+  kBool = 11,
+  kBFloat16 = 15,
+  kUInt16 = 27
 };
 
 // A parameter of a kernel.
 struct Parameter {
-  enum Kind : int8_t {
-    kTensor,
-    kInt,
-    kFloat,
-    kBool,
-    kString,
-    kChoice,
-    kInts,
-    kFloats,
-    kWorkspace,
-    kStream
-  };
+  enum Kind : int8_t { kTensor, kInt, kFloat, kBool, kChoice, kInts, kFloats, kWorkspace, kStream };
   Kind kind;
   Type type = Type::kNone;
   int8_t rank = 0;
@@ -183,7 +160,6 @@ constexpr Parameter::Kind kKindOf = Parameter::kChoice;
 template <> inline constexpr Parameter::Kind kKindOf<int64_t> = Parameter::kInt;
 template <> inline constexpr Parameter::Kind kKindOf<double> = Parameter::kFloat;
 template <> inline constexpr Parameter::Kind kKindOf<bool> = Parameter::kBool;
-template <> inline constexpr Parameter::Kind kKindOf<const char*> = Parameter::kString;
 template <> inline constexpr Parameter::Kind kKindOf<List<int64_t>> = Parameter::kInts;
 template <> inline constexpr Parameter::Kind kKindOf<List<double>> = Parameter::kFloats;
 template <> inline constexpr Parameter::Kind kKindOf<Workspace&> = Parameter::kWorkspace;
@@ -195,12 +171,12 @@ template <class P>
 struct Pass {
   static constexpr Parameter parameter{kKindOf<P>};
   static_assert(__is_enum(P) || kKindOf<P> != Parameter::kChoice,
-                "a kernel takes View, Strided, int64_t, double, bool, const char*, "
-                "an enumeration, List, Workspace& and cudaStream_t");
+                "a kernel takes View, Strided, int64_t, double, bool, an enumeration, List, "
+                "Workspace& and cudaStream_t");
   static P from(const Slot& slot) {
     if constexpr (kKindOf<P> == Parameter::kFloat)
       return slot.real;
-    else if constexpr (kKindOf<P> == Parameter::kString || kKindOf<P> == Parameter::kStream)
+    else if constexpr (kKindOf<P> == Parameter::kStream)
       return static_cast<P>(slot.data);
     else if constexpr (kKindOf<P> == Parameter::kWorkspace)
       return *static_cast<Workspace*>(slot.data);
@@ -211,28 +187,20 @@ struct Pass {
   }
 };
 
-template <class Tensor, class Number, int rank, Layout layout>
-struct PassTensor {
+template <class Number, int rank, Layout layout>
+struct Pass<Strided<Number, rank, layout>> {
   static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
                                        !IsConst<Number>::value, layout};
-  static Tensor from(const Slot& slot) {
-    Tensor tensor{};
+  static Strided<Number, rank, layout> from(const Slot& slot) {
+    Strided<Number, rank, layout> tensor{};
     tensor.data = static_cast<Number*>(slot.data);
     for (int d = 0; d < rank && slot.data; ++d) {
       tensor.shape[d] = slot.shape[d];
-      if constexpr (layout != Layout::kContiguous) tensor.stride[d] = slot.stride[d];
+      tensor.stride[d] = slot.stride[d];
     }
     return tensor;
   }
 };
-
-template <class Number, int rank>
-struct Pass<View<Number, rank>>
-    : PassTensor<View<Number, rank>, Number, rank, Layout::kContiguous> {};
-
-template <class Number, int rank, Layout layout>
-struct Pass<Strided<Number, rank, layout>>
-    : PassTensor<Strided<Number, rank, layout>, Number, rank, layout> {};
 
 inline Outcome outcome_of(int64_t wrong) { return {wrong}; }
 
@@ -249,31 +217,21 @@ struct Caller {
   static constexpr Parameter parameters[sizeof...(P)] = {Pass<P>::parameter...};
 
   static Outcome run(void (*function)(), const Slot* slots) {
-    return run(reinterpret_cast<Function>(function), slots, Numbers<sizeof...(P)>());
+    const auto next = [&]() -> const Slot& { return *slots++; };
+    // Braces evaluate their elements in order, which parentheses do not.
+    return Run{reinterpret_cast<Function>(function), Pass<P>::from(next())...}.outcome;
   }
 
  private:
-  // Numbers<3> is Sequence<0, 1, 2>. std::make_integer_sequence would need <utility>.
-  template <int... i>
-  struct Sequence {};
-  template <int n, int... i>
-  struct Count : Count<n - 1, n - 1, i...> {};
-  template <int... i>
-  struct Count<0, i...> {
-    using type = Sequence<i...>;
-  };
-  template <int n>
-  using Numbers = typename Count<n>::type;
-
-  template <int... i>
-  static Outcome run(Function function, const Slot* slots, Sequence<i...>) {
-    if constexpr (__is_same(Result, void)) {
-      function(Pass<P>::from(slots[i])...);
-      return {};
-    } else {
-      return outcome_of(function(Pass<P>::from(slots[i])...));
+  struct Run {
+    Outcome outcome;
+    Run(Function function, P... values) {
+      if constexpr (__is_same(Result, void))
+        function(values...);
+      else
+        outcome = outcome_of(function(values...));
     }
-  }
+  };
 };
 
 // ---- compositions -------------------------------------------------------------------------------
@@ -296,10 +254,9 @@ class Value {
   // Arguments that are left out are their defaults.
   template <class... Values>
   static Value call(const char* op, const Values&... values) {
-    const Value list[] = {values...};
+    const Value list[sizeof...(values) + 1] = {values...};
     return call_in(library_namespace(), op, list, int(sizeof...(values)));
   }
-  static Value call(const char* op) { return call_in(library_namespace(), op, nullptr, 0); }
   template <class... Values>
   static Value list(const Values&... values) {
     const Value list[] = {values...};
@@ -335,7 +292,7 @@ class Value {
   Value operator[](int i) const;    // result i of an operator with several, or item i of a list
   int length() const;               // of a list
 
-  // Operands are tensors, numbers and sizes. The quotient of two sizes is rounded down, as in C++.
+  // Operands are tensors and numbers, or, except for a quotient, sizes.
   friend Value operator+(const Value& a, const Value& b);
   friend Value operator-(const Value& a, const Value& b);
   friend Value operator*(const Value& a, const Value& b);
@@ -407,31 +364,22 @@ struct Contract {
     int line;
   };
 
-  template <class... Parts>
-  explicit Contract(Text text, const Parts&... parts) {
+  template <class... Part, int... count>
+  explicit Contract(Text text, const Part (&... parts)[count]) {
 #ifdef CALCOPS_NO_CUDA
     const char* without_cuda = CALCOPS_NO_CUDA;
 #else
     const char* without_cuda = nullptr;
 #endif
     ContractEntry entry{text.text, kNamespace, without_cuda, text.file, text.line};
-    (add(entry, parts), ...);
+    (add(entry, Items<Part>{parts, count}), ...);
     add_contract(entry);
   }
 
  private:
-  template <int count>
-  static void add(ContractEntry& entry, const Composition (&compositions)[count]) {
-    entry.compositions = {compositions, count};
-  }
-  template <int count>
-  static void add(ContractEntry& entry, const Derivative (&derivatives)[count]) {
-    entry.derivatives = {derivatives, count};
-  }
-  template <int count>
-  static void add(ContractEntry& entry, const Check (&checks)[count]) {
-    entry.checks = {checks, count};
-  }
+  static void add(ContractEntry& entry, Items<Composition> parts) { entry.compositions = parts; }
+  static void add(ContractEntry& entry, Items<Derivative> parts) { entry.derivatives = parts; }
+  static void add(ContractEntry& entry, Items<Check> parts) { entry.checks = parts; }
 };
 
 // Registers the kernels of an operator on one device, one for each combination of number types.
