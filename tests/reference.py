@@ -277,7 +277,7 @@ def assert_modes_agree(scalar, *inputs, argument=0, **tolerance):
         torch.testing.assert_close(result, expected, **tolerance)
 
 
-def assert_compiles_and_exports(function, arguments, sizes, other):
+def assert_compiles_and_exports(function, arguments, sizes, other, backend="inductor"):
     """Compare torch.compile, with one graph for all sizes, and torch.export with eager mode.
 
     Some arguments require a gradient. `sizes` are their dynamic shapes, and `other` arguments of
@@ -290,7 +290,7 @@ def assert_compiles_and_exports(function, arguments, sizes, other):
         return torch.autograd.grad(f(*values).square().sum(), leaves)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for values in (arguments, other):
             results = gradients(compiled, values)
