@@ -219,7 +219,7 @@ def assert_empty_slots_never_matter(function, empty, left_out, *values):
 
 
 def assert_the_order_of_slots_only_rounds(function, *values, kind):
-    """Move the empty slots to the end of their rows, which changes no bit, and turn the rows round."""
+    """Move empty slots to the end of their rows, which changes no bit, and turn the rows round."""
     tensors = *values, kind
     order = torch.argsort((kind < 0).int(), dim=1, stable=True)
     moved = [x[torch.arange(len(x))[:, None], order] for x in tensors]
@@ -231,7 +231,7 @@ def assert_the_order_of_slots_only_rounds(function, *values, kind):
 
 
 def assert_vmap_equals_a_loop(function, *items, constant):
-    """Compare vmap over items with a loop: with one last argument for all, and with one for each."""
+    """Compare vmap with a loop: with one last argument for all items, and with one for each."""
     dims = *(0 for _ in items), None
     expected = torch.stack([function(*item, constant) for item in zip(*items)])
     for chunk in (None, 2):
