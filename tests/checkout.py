@@ -17,7 +17,9 @@ import time
 import zipfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent.parent
+from programs import ROOT as HERE
+from programs import run
+
 CALL = "import calcops_jit, ctypes; print(ctypes.CDLL(calcops_jit.library_path()).answer())"
 MAIN = "import runpy; runpy.run_module('calcops_jit', run_name='__main__', alter_sys=True)"
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ {} }}\n'
@@ -345,7 +347,6 @@ def spoil(path: Path, damage: str) -> None:
     elif damage == "empty":
         path.touch()
     elif damage == "one byte":
-        content = content or b"x"  # an empty file gets a byte
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     elif damage == "folder":
         path.mkdir()
@@ -412,9 +413,8 @@ def copy(folder: Path) -> Path:
 def pip(*arguments, python: Path | str = sys.executable) -> None:
     """Run pip for an interpreter, without downloads."""
     options = ["--disable-pip-version-check", "--no-input", "--python", python]
-    command = [sys.executable, "-m", "pip", *options, *arguments, "--no-deps", "--no-index"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = *options, *arguments, "--no-deps", "--no-index"
+    run(sys.executable, "-m", "pip", *words, PYTHONPATH="")
 
 
 def wheel_of(source: Path, folder: Path) -> Path:
@@ -427,12 +427,8 @@ def built_wheel(source: Path, folder: Path, *pythons: str, **variables) -> Path:
     """Build a wheel of a checkout as `make wheel` does, and return its path."""
     variables["PYTHONPATH"] = str(source)
     module = re.search(r"-m (\S+wheel) dist", (HERE / "Makefile").read_text())[1]
-    command = [sys.executable, "-m", module, folder, *pythons]
-    done = subprocess.run(
-        command, cwd=source, env=os.environ | variables, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
+    built = run(sys.executable, "-m", module, folder, *pythons, cwd=source, **variables)
+    return Path(built.stdout.strip())
 
 
 def contents(wheel: Path) -> dict[str, bytes]:

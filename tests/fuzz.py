@@ -80,6 +80,28 @@ def doubled(values):
     return {name: widened(value) for name, value in values.items()}
 
 
+def results_of(operator, arguments, may_fail):
+    """Return the results of a call, or None if it fails with an error that names an argument."""
+    try:
+        return tensors(operator(**arguments))
+    except RuntimeError as error:
+        assert may_fail, error
+        line = str(error).splitlines()[0]
+        argument = re.match(r"(?:calcops|CalcOps)::_?\w+: expected `(\w+)` .*, got ", line)
+        shapes = {key: getattr(value, "shape", value) for key, value in arguments.items()}
+        assert argument, f"{line}\n{shapes}"
+        names = [argument.name for argument in operator.default._schema.arguments]
+        assert argument[1] in names, f"{line}\n{shapes}"
+
+
+def check_each(check, numbers):
+    for number in numbers:
+        try:
+            check(number)
+        except Exception as error:
+            raise AssertionError(f"call {number}: {error}") from error
+
+
 def check(operator, draw_arguments, reference, number):
     draw = random.Random(f"{operator._qualified_op_name} {number}")
     arguments = {
@@ -89,17 +111,8 @@ def check(operator, draw_arguments, reference, number):
     is_changed = draw.random() < 0.6
     if is_changed:
         change(arguments, draw)
-    try:
-        results = tensors(operator(**arguments))
-    except RuntimeError as error:
-        assert is_changed, error
-        line = str(error).splitlines()[0]
-        argument = re.match(r"(?:calcops|CalcOps)::_?\w+: expected `(\w+)` .*, got ", line)
-        shapes = {key: getattr(value, "shape", value) for key, value in arguments.items()}
-        assert argument, f"{line}\n{shapes}"
-        assert argument[1] in arguments, f"{line}\n{shapes}"
-        return
-    if any(x.is_meta for x in results):
+    results = results_of(operator, arguments, is_changed)
+    if results is None or any(x.is_meta for x in results):
         return
     if not is_changed and "CalcOps" not in operator._qualified_op_name:
         on_meta = {k: v.to("meta") if torch.is_tensor(v) else v for k, v in arguments.items()}
@@ -123,8 +136,4 @@ def check_calls(operator, draw_arguments, reference, numbers):
         reference: is called with the same arguments, in float64.
         numbers: of the calls.
     """
-    for number in numbers:
-        try:
-            check(operator, draw_arguments, reference, number)
-        except Exception as error:
-            raise AssertionError(f"call {number}: {error}") from error
+    check_each(lambda number: check(operator, draw_arguments, reference, number), numbers)

@@ -219,7 +219,7 @@ def assert_empty_slots_never_matter(function, empty, left_out, *values):
 
 
 def assert_the_order_of_slots_only_rounds(function, *values, kind):
-    """Move the empty slots to the end of their rows, which changes no bit, and turn the rows round."""
+    """Move empty slots to the end of their rows, which changes no bit, and turn the rows round."""
     tensors = *values, kind
     order = torch.argsort((kind < 0).int(), dim=1, stable=True)
     moved = [x[torch.arange(len(x))[:, None], order] for x in tensors]
@@ -231,7 +231,7 @@ def assert_the_order_of_slots_only_rounds(function, *values, kind):
 
 
 def assert_vmap_equals_a_loop(function, *items, constant):
-    """Compare vmap over items with a loop: with one last argument for all, and with one for each."""
+    """Compare vmap with a loop: with one last argument for all items, and with one for each."""
     dims = *(0 for _ in items), None
     expected = torch.stack([function(*item, constant) for item in zip(*items)])
     for chunk in (None, 2):
@@ -277,7 +277,7 @@ def assert_modes_agree(scalar, *inputs, argument=0, **tolerance):
         torch.testing.assert_close(result, expected, **tolerance)
 
 
-def assert_compiles_and_exports(function, arguments, sizes, other):
+def assert_compiles_and_exports(function, arguments, sizes, other, backend="inductor"):
     """Compare torch.compile, with one graph for all sizes, and torch.export with eager mode.
 
     Some arguments require a gradient. `sizes` are their dynamic shapes, and `other` arguments of
@@ -290,7 +290,7 @@ def assert_compiles_and_exports(function, arguments, sizes, other):
         return torch.autograd.grad(f(*values).square().sum(), leaves)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for values in (arguments, other):
             results = gradients(compiled, values)

@@ -195,59 +195,42 @@ def test_every_element_of_results_and_gradients_is_written(border_mode, interpol
 
 
 GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
+TRANSPARENT = {"border_mode": "transparent"}
+OF_IMAGE = "`image` of shape [N or 1, C, H, W], [C, H, W] or [H, W], got"
+OF_WARP = "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got"
+BORDER_MODES = '"constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent"'
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (
-            {"image": torch.zeros(5)},
-            "`image` of shape [N or 1, C, H, W], [C, H, W] or [H, W], got [5]",
-        ),
-        (
-            {"image": torch.zeros(1, 1, 1, 5, 6)},
-            "`image` of shape [N or 1, C, H, W], [C, H, W] or [H, W], got [1, 1, 1, 5, 6]",
-        ),
+        ({"image": torch.zeros(5)}, f"{OF_IMAGE} [5]"),
+        ({"image": torch.zeros(1, 1, 1, 5, 6)}, f"{OF_IMAGE} [1, 1, 1, 5, 6]"),
         (
             {"image": torch.zeros(5, 6).int()},
             "`image` uint8, uint16, int16, float16, bfloat16, float32 or float64, got Int",
         ),
         ({"warp": torch.eye(3).int()}, "`warp` float32 or float64, got Int"),
-        ({"warp": torch.eye(4)}, "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [4, 4]"),
-        ({"warp": torch.eye(3)[0]}, "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [3]"),
-        (
-            {"warp": torch.zeros(1, 1, 3, 3)},
-            "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [1, 1, 3, 3]",
-        ),
-        (
-            {"warp": torch.zeros(3, 3, 3)},
-            "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got [3, 3, 3]",
-        ),
+        ({"warp": torch.eye(4)}, f"{OF_WARP} [4, 4]"),
+        ({"warp": torch.eye(3)[0]}, f"{OF_WARP} [3]"),
+        ({"warp": torch.zeros(1, 1, 3, 3)}, f"{OF_WARP} [1, 1, 3, 3]"),
+        ({"warp": torch.zeros(3, 3, 3)}, f"{OF_WARP} [3, 3, 3]"),
         ({"warp": torch.eye(3, device="meta")}, "`warp` on cpu like `image`, got meta"),
         ({"dsize": (-1, 4)}, "`dsize` (height, width), both >= 0, got [-1, 4]"),
         ({"dsize": (4,)}, "`dsize` (height, width), both >= 0, got [4]"),
         ({"interpolation": "area"}, '`interpolation` "linear", "cubic" or "nearest", got "area"'),
-        (
-            {"border_mode": "mirror"},
-            (
-                '`border_mode` "constant", "replicate", "reflect", "wrap", '
-                '"reflect_101" or "transparent", got "mirror"'
-            ),
-        ),
-        (
-            {"border_mode": "transparent"},
-            '`destination` a tensor where `border_mode` is "transparent", got none',
-        ),
+        ({"border_mode": "mirror"}, f'`border_mode` {BORDER_MODES}, got "mirror"'),
+        (TRANSPARENT, '`destination` a tensor where `border_mode` is "transparent", got none'),
         (
             {"destination": torch.zeros(2, 3, 4, 4)},
             '`destination` none where `border_mode` is not "transparent", got a tensor',
         ),
         (
-            {"border_mode": "transparent", "destination": torch.zeros(3, 4, 4)},
+            TRANSPARENT | {"destination": torch.zeros(3, 4, 4)},
             "`destination` of the result's shape [2, 3, 4, 4], got [3, 4, 4]",
         ),
         (
-            {"border_mode": "transparent", "destination": torch.zeros(2, 3, 4, 4).double()},
+            TRANSPARENT | {"destination": torch.zeros(2, 3, 4, 4).double()},
             "`destination` of dtype Float like `image`, got Double",
         ),
         ({"border_value": [1.0, 2.0]}, "`border_value` of one value or C = 3, got 2 values"),

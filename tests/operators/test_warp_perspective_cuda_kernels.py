@@ -11,20 +11,13 @@ import random
 import pytest
 import torch
 from kernels import same_bits
+from reference_warp_perspective import BORDERS as OTHER_BORDERS
+from reference_warp_perspective import DTYPES
 
 import calcops_jit  # noqa: F401 - registers the operators
 
 ops = torch.ops.calcops
-BORDERS = ["constant", "replicate", "reflect", "wrap", "reflect_101", "transparent"]
-DTYPES = [
-    torch.uint8,
-    torch.uint16,
-    torch.int16,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-]
+BORDERS = [*OTHER_BORDERS, "transparent"]
 
 
 def matrices(kind, count):

@@ -12,7 +12,7 @@ from reference_warp_perspective import (
     random_image,
 )
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
 from calcops_jit import warp_perspective
 
@@ -282,33 +282,6 @@ def test_a_gradient_outside_the_output_mask_has_no_elements(device):
                 assert torch.equal(gradient, full)
             else:
                 assert gradient.shape == (0,)
-
-
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_torch_func_transforms_give_what_autograd_gives(shapes):
-    image, warp = arguments(*SHAPES[shapes])
-
-    def loss(image, warp):
-        return warp_perspective(image, warp, (5, 4), border_mode="reflect_101").sin().sum()
-
-    first = torch.autograd.grad(loss(image, warp), (image, warp))
-    image, warp = image.detach(), warp.detach()
-    for gradient, expected in zip(grad(loss, (0, 1))(image, warp), first, strict=True):
-        torch.testing.assert_close(gradient, expected)
-    second = torch.autograd.functional.hessian(loss, (image, warp))
-    for transform in (
-        hessian,
-        lambda f, n: jacfwd(jacrev(f, n), n),
-        lambda f, n: jacrev(jacrev(f, n), n),
-    ):
-        result = transform(loss, (0, 1))(image, warp)
-        for i in range(2):
-            for j in range(2):
-                torch.testing.assert_close(result[i][j], second[i][j], rtol=1e-9, atol=1e-10)
-    tangents = (image.cos(), warp.cos())
-    _, slope = jvp(loss, (image, warp), tangents)
-    expected = (first[0] * tangents[0]).sum() + (first[1] * tangents[1]).sum()
-    torch.testing.assert_close(slope, expected)
 
 
 @pytest.mark.parametrize("shapes", SHAPES)

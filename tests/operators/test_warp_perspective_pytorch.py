@@ -1,5 +1,4 @@
-"""calcops::warp_perspective in PyTorch's other modes: opcheck, compile, export, TorchScript,
-autocast, inference mode."""
+"""calcops::warp_perspective in PyTorch's other modes: opcheck, compile, export."""
 
 import io
 
@@ -52,15 +51,6 @@ def test_opcheck_passes_for_the_backward_operator(output_mask, device):
     grad = random_image(2, 3, 4, 5, seed=1).to(device).requires_grad_()
     opcheck(backward, (grad, image, warp, "linear", "reflect", [0.5], False, 0, 0, output_mask))
     opcheck(backward, (grad, image, warp, "nearest", "constant", None, True, 0, 0, output_mask))
-
-
-def test_meta_tensors_give_the_shape_and_dtype_of_the_result():
-    for dtype in DTYPES:
-        image = torch.empty(2, 3, 5, 6, dtype=dtype, device="meta")
-        result = warp_perspective(image, torch.empty(3, 3, device="meta"), (7, 8))
-        assert result.is_meta
-        assert result.shape == (2, 3, 7, 8)
-        assert result.dtype == dtype
 
 
 def warped_twice(image, warp, height, width):
@@ -135,36 +125,6 @@ def test_an_exported_program_with_dynamic_sizes_runs_at_other_sizes():
     warps = torch.stack([TILTED] * 3 + [SHRUNK] * 2)
     result = torch.export.load(stored).module()(image, warps)
     assert torch.equal(result, warp_perspective(image, warps, (5, 7), border_mode="wrap"))
-
-
-@torch.jit.script
-def scripted(image: torch.Tensor, warp: torch.Tensor):
-    return torch.ops.calcops.warp_perspective(
-        image, warp, [6, 5], "linear", "replicate", [0.5], inverse_map=True
-    )
-
-
-def test_a_saved_torchscript_function_gives_the_results_and_gradients_of_eager(device):
-    stored = io.BytesIO()
-    torch.jit.save(torch.jit.script(scripted), stored)
-    stored.seek(0)
-    image, warp = arguments(3, 8, 9, device=device)
-    result = torch.jit.load(stored)(image, warp)
-    expected = warp_perspective(image, warp, (6, 5), "linear", "replicate", [0.5], True)
-    assert torch.equal(result, expected)
-    gradients, expected_gradients = (
-        torch.autograd.grad(x.sum(), (image, warp)) for x in (result, expected)
-    )
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert torch.equal(gradient, expected_gradient)
-
-
-def test_autocast_changes_nothing(device):
-    image, warp = arguments(3, 8, 9, device=device, dtype=torch.float32)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        result = warp_perspective(image, warp)
-    assert result.dtype == torch.float32
-    assert torch.equal(result, warp_perspective(image, warp))
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3)])

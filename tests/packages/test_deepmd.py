@@ -1,9 +1,10 @@
 """calcops/deepmd: imported models give DeePMD-kit's results.
 
-DeePMD-kit 3.2.0 wrote the models and results in deepmd_models/. Each model was trained for two steps on
-random labels. numbers.json has the results of deepmd.infer.DeepPot for a periodic structure, whose
-cell is smaller than the sphere of the cutoff, and for a cluster. `dp compress --step 0.5` wrote the
-compressed models. The script was deepmd_reference.py of commit cdc1db7.
+DeePMD-kit 3.2.0 wrote the models and results in deepmd_models/. Each model was trained for two
+steps on random labels. numbers.json has the results of deepmd.infer.DeepPot for a periodic
+structure, whose cell is smaller than the sphere of the cutoff, and for a cluster.
+`dp compress --step 0.5` wrote the compressed models. The script was deepmd_reference.py of commit
+cdc1db7.
 """
 
 import copy

@@ -180,8 +180,8 @@ def test_atoms_of_lennard_jones_have_the_energies_and_stresses_of_lammps(zero, n
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_atoms_of_silicon_have_the_virial_and_the_heat_flux_of_the_definition(zero, ranks):
-    """The force g_ij acts on j. Then W_j = sum_i g_ij Rij is the virial of atom j, and the heat flux
-    is J = sum_i e_i v_i + sum_ij Rij (g_ij . v_j) = sum_i e_i v_i + sum_j W_j^T v_j."""
+    """The force g_ij acts on j. Then W_j = sum_i g_ij Rij is the virial of atom j. The heat flux is
+    J = sum_i e_i v_i + sum_ij Rij (g_ij . v_j) = sum_i e_i v_i + sum_j W_j^T v_j."""
     total, atoms = zero(ranks)["sw", ".pt2"]
     atoms = torch.from_numpy(atoms)
     x, energy, centroid, v = atoms[:, :3], atoms[:, 6], atoms[:, 13:22], atoms[:, 22:]

@@ -1,8 +1,8 @@
 """calcops/nep: models give NEP_CPU's results.
 
-The models in nep_models/ hold random numbers. numbers.json has the results of NEP_CPU, commit 7319bdc
-of https://github.com/brucefan1983/NEP_CPU, for frames whose cells are smaller than the sphere of the
-cutoff. The script was nep_reference.py of commit cdc1db7.
+The models in nep_models/ hold random numbers. numbers.json has the results of NEP_CPU, which is
+commit 7319bdc of https://github.com/brucefan1983/NEP_CPU, for frames whose cells are smaller than
+the sphere of the cutoff. The script was nep_reference.py of commit cdc1db7.
 """
 
 import json

@@ -14,6 +14,7 @@ from calcops.potentials.energies import potential_of  # noqa: E402
 from calcops.potentials.package import load, save  # noqa: E402
 from calcops.potentials.potential import Potential  # noqa: E402
 from lammps_models import Messages  # noqa: E402
+from test_potentials import frames  # noqa: E402
 
 ABOUT = {"cutoff": 3.0, "units": "metal", "type_names": ["A", "B"]}
 
@@ -76,15 +77,6 @@ class TotalOfGraph(OfGraph):
 MODULES = [OfList, TotalOfList, OfGraph, ColumnOfGraph, TotalOfGraph]
 
 
-def frames(B, n, K, nghost):
-    generator = torch.Generator().manual_seed(n)
-    types = torch.randint(2, (n + nghost,), generator=generator)
-    list_neigh = torch.randint(-1, n + nghost, (B, n, K), generator=generator)
-    Rij = torch.randn(B, n, K, 3, generator=generator, dtype=torch.float64)
-    Rij[list_neigh < 0] = torch.nan
-    return types, list_neigh, Rij
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_forces_and_virials_are_those_of_the_energy(module):
     potential = potential_of(module(), **ABOUT)
@@ -93,10 +85,10 @@ def test_forces_and_virials_are_those_of_the_energy(module):
             with pytest.raises(
                 ValueError, match="expected energies of atoms from a graph of several frames"
             ):
-                potential(*frames(B, n, K, nghost), nghost)
+                potential(*frames(B, n, K, nghost, 2), nghost)
             continue
-        results = list(potential(*frames(B, n, K, nghost), nghost))
-        expected = list(Expected()(*frames(B, n, K, nghost), nghost))
+        results = list(potential(*frames(B, n, K, nghost, 2), nghost))
+        expected = list(Expected()(*frames(B, n, K, nghost, 2), nghost))
         if "Total" in module.__name__:  # compare the sum of the atoms' energies alone
             results[1] = results[1].sum(-1)
             expected[1] = expected[1].sum(-1)
@@ -113,7 +105,7 @@ def test_save_packages_a_module_in_one_line(module, ending, tmp_path):
     package = load(tmp_path / f"own.{ending}")
     assert (package.cutoff, package.units, package.type_names) == (3.0, "metal", ["A", "B"])
     for B, n, K, nghost in [(1, 20, 9, 11), (2, 7, 3, 0)]:
-        inputs = frames(B, n, K, nghost)
+        inputs = frames(B, n, K, nghost, 2)
         expected = Expected()(*inputs, nghost)
         assert_equal_lists(package(*inputs, nghost), expected, rtol=1e-12, atol=1e-12)
     assert trained.own.requires_grad, "the caller's module stays as it is"
