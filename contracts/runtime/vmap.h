@@ -4,8 +4,10 @@
 
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <optional>
 
@@ -27,6 +29,29 @@ tensor_list vmap_one_by_one(const Call& call, const SymInt& items) {
   }
   tensor_list results;
   for (const tensor_list& list : items_of_results) results.push_back(at::stack(list));
+  return results;
+}
+
+// Return results without items. Their shapes are those of a call on Meta.
+tensor_list vmap_no_items(const Call& call) {
+  Call one = call;
+  Tensor nothing;  // 0, which depends on all floating arguments, as the results do
+  at::TensorOptions options;
+  for (IValue& argument : one.arguments) {
+    if (!argument.isTensor()) continue;
+    const Tensor& x = argument.toTensor();
+    options = x.options();
+    if (x.is_floating_point()) nothing = nothing.defined() ? nothing.add(x.sum()) : x.sum();
+    argument = at::empty_symint(x.sym_sizes().slice(1), options.device(at::kMeta));
+  }
+  tensor_list results;
+  for (const Tensor& result : one.run()) {
+    c10::SymDimVector shape(result.sym_sizes());
+    shape.insert(shape.begin(), 0);
+    results.push_back(at::zeros_symint(shape, options.dtype(result.scalar_type())));
+    if (result.is_floating_point() && nothing.defined())
+      results.back() = results.back().add(nothing.to(result.scalar_type()));
+  }
   return results;
 }
 
@@ -156,7 +181,7 @@ struct Joined {
 };
 
 tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items) {
-  TORCH_CHECK(items.maybe_as_int() != 0, op.name, ": expected torch.vmap of one item or more");
+  if (items.maybe_as_int() == 0) return vmap_no_items(call);
   if (op.text().joined) {
     Joined joined(op, call, items);
     if (const auto all = joined.call()) try {

@@ -284,9 +284,27 @@ def test_another_shape_of_fewer_numbers_never_reaches_the_kernel(mine):
         mine.unequal(torch.ones(6, **float64))
 
 
-def test_vmap_over_no_items_is_an_error(mine):
-    with pytest.raises(RuntimeError, match="running_sum: expected torch.vmap of one item or more"):
-        vmap(mine.running_sum)(torch.ones(0, 5, **float64))
+@pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
+def test_vmap_over_no_items_gives_no_items(mine, name):
+    x = torch.randn(0, 5, **float64, requires_grad=True)
+    if name == "matrix_product":
+        x = torch.randn(0, 5, 4, **float64, requires_grad=True)
+        weights = torch.randn(4, 3, **float64)
+        result = vmap(calcops_jit.matrix_product, (0, None))(x, weights)
+        assert result.shape == vmap(torch.mm, (0, None))(x, weights).shape == (0, 5, 3)
+    elif name == "gather_rows":
+        x = torch.randn(0, 5, 2, **float64, requires_grad=True)
+        result = vmap(mine.gather_rows, (0, None))(x, torch.tensor([1, 4, 2]))
+        assert result.shape == (0, 3, 2)
+    elif name == "pair_energy":
+        result = vmap(mine.pair_energy, (0, None))(x, 1.0)
+        assert result.shape == (0, 5)
+    else:
+        result = vmap(mine.running_sum)(x.detach())
+        assert result.shape == (0, 5)
+        return
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert gradient.shape == x.shape
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
