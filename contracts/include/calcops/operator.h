@@ -45,6 +45,7 @@ struct Strided {
   }
 };
 
+// A contiguous tensor.
 template <class Number, int rank>
 using View = Strided<Number, rank, Layout::kContiguous>;
 
@@ -383,11 +384,8 @@ struct Contract {
 };
 
 // Registers the kernels of an operator on one device, one for each combination of number types.
-// They run on CUDA if their last parameter is a cudaStream_t, otherwise on the CPU.
-//
-// If a CPU kernel returns void, index entries are checked before it runs. If it returns an int64_t,
-// it checks them itself and returns the position of a wrong one, or -1. A CUDA kernel returns a
-// cudaError_t and must not crash on a wrong entry.
+// They run on CUDA if their last parameter is a cudaStream_t, otherwise on the CPU. The type that
+// they return says who checks index entries (contracts/README.md).
 struct Kernel {
   template <class... Functions>
   explicit Kernel(const char* op, Functions*... functions) {
