@@ -1,4 +1,4 @@
-// warp_perspective: its contract, and the conversion of a call's views to the kernels' structs.
+// warp_perspective: its contracts, and the conversion of a call's views to the kernels' structs.
 #include "warp_perspective/warp_perspective.h"
 
 #include <calcops/operator.h>
@@ -79,27 +79,21 @@ void check_backward(Value* arguments, Value*) {
   if (!arguments[7].equals(0) || !arguments[8].equals(0)) check_has_slopes(arguments[3]);
 }
 
-// (pixels, warp, dsize, interpolation, border_mode, border_value, inverse_map, order_x, order_y)
+// (image, warp, motion, interpolation, border_mode, border_value, inverse_map, order_x, order_y)
 void check_slope(Value* arguments, Value* result_shapes) {
   const Dimensions dims(arguments[0], arguments[1]);
+  const Value& motion = arguments[2];
   check_border(arguments[5], dims.C);
-  check_size("dsize", arguments[2]);
   check_has_slopes(arguments[3]);
-  result_shapes[0] = dims.shape(arguments[2][0], arguments[2][1]);
-}
-
-// (matrices, size, dsize, interpolation, border_mode, inverse_map)
-void check_sources(Value* arguments, Value* result_shapes) {
-  const Value& dsize = arguments[2];
-  check_size("size", arguments[1]);
-  check_size("dsize", dsize);
-  result_shapes[0] = Value::list(arguments[0].size(0), 3, dsize[0] * dsize[1]);
+  if (!motion.size(0).is_known(1) && !motion.size(0).expect_equal(dims.N))
+    refuse(kOp, "motion", "of shape [1 or N, 3, height, width], [N] =", Value::list(dims.N),
+           motion.shape());
+  result_shapes[0] = dims.shape(motion.size(2), motion.size(3));
 }
 
 const Check kChecks[] = {{"warp_perspective", check}};
 const Check kChecksOfDerivatives[] = {{"_warp_perspective_backward", check_backward},
-                                      {"_warp_perspective_slope", check_slope},
-                                      {"_warp_perspective_sources", check_sources}};
+                                      {"_warp_perspective_slope", check_slope}};
 
 // ---- the contracts ------------------------------------------------------------------------------
 
@@ -127,8 +121,9 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
   last column has that towards smaller x, and the last row that towards smaller y.
 
-  Deterministic on the CPU and on CUDA. Forward mode for warp and derivatives beyond the first also
-  call PyTorch's operators. Autocast changes nothing.
+  Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is exact to
+  2^-80 of the largest upstream gradient in it. Derivatives beyond the first also call PyTorch's
+  operators. Autocast changes nothing.
 
 image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                [N, C, H, W], [C, H, W] or [H, W], with any strides.
@@ -162,33 +157,42 @@ _warp_perspective_backward(Tensor grad_result, Tensor image, Tensor warp, str in
   Gradients for image and warp, from that for the result or for its slope. A gradient that is not
   wanted has no elements.
 
-_warp_perspective_slope(Tensor pixels, Tensor warp, SymInt[2] dsize, str interpolation,
-                        str border_mode, float[]? border_value, bool inverse_map, int order_x,
+_warp_perspective_slope(Tensor image, Tensor warp, Tensor motion, str interpolation,
+                        str border_mode, float[1]? border_value, bool inverse_map, int order_x,
                         int order_y) -> Tensor slope
-  Derivative of each pixel of the result for the position in the image. A pixel without a source
-  is 0.
+  Derivative of the result along a motion of the sources. A pixel without a source is 0.
 
-_warp_perspective_sources(Tensor matrices, SymInt[2] size, SymInt[2] dsize, str interpolation,
-                          str border_mode, bool inverse_map) -> (Tensor sources, Tensor scale)
-  The source (x, y, W) of each pixel of the result (warp_perspective.h), or zeros if it has none.
-  `scale` is the factor by which the kernels multiply a matrix, or 0 if no pixel has a source.
+_warp_perspective_motion(Tensor right, Tensor matrices, Tensor left, SymInt image_height,
+                         SymInt image_width, SymInt height, SymInt width, str interpolation,
+                         str border_mode, bool inverse_map) -> Tensor motion
+  Motion of the sources where warp moves along `right`, if `left` is warp (warp_perspective.h).
+
+_warp_perspective_motion_backward(Tensor grad_motion, Tensor matrices, Tensor left,
+                                  SymInt image_height, SymInt image_width, SymInt height,
+                                  SymInt width, str interpolation, str border_mode,
+                                  bool inverse_map) -> Tensor grad_right
+  Gradient for `right` from that for the motion.
 
 grad_result    [...]; like image. The gradient of the result, or of its slope.
 image          [...]; float16, bfloat16, float32 or float64.
-pixels         [...]; float64. The image.
 warp           [...]; float32 or float64 read as float64.
-size           Size of the image, (H, W).
-dsize          Size of the result, (height, width).
 interpolation  "linear", "cubic" or "nearest".
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent".
 border_value   As for calcops::warp_perspective.
 inverse_map    As for calcops::warp_perspective.
 order_x        0 to 1000. How often the result is differentiated for x.
 order_y        0 to 1000. How often it is differentiated for y.
-slope          [...]; float64.
-matrices       [N, 3, 3]; float64. The matrices of the sources.
-sources        [...]; float64. Of shape [N, 3, height*width].
-scale          [N, 1, 1]; float64.
+motion         [M, 3, height, width]; float64.
+slope          [...]; like image.
+matrices       [M, 3, 3]; float64. Like warp.
+left           [M, 3, 3]; float64.
+right          [M, 3, 3]; float64.
+image_height   0 to 2^40.
+image_width    0 to 2^40.
+height         0 to 2^40. Of the result.
+width          0 to 2^40. Of the result.
+grad_motion    [M, 3, height, width]; float64.
+grad_right     [M, 3, 3]; float64.
 )",
                                     kDerivativesOfDerivatives, kChecksOfDerivatives);
 
@@ -198,7 +202,6 @@ template <class Pixel>
 using Image = Strided<const Pixel, 4>;
 using Matrices = View<const double, 3>;
 using Floats = List<double>;
-using Sizes = List<int64_t>;
 
 // The inputs of a kernel, and the border value of each channel, to which they point. `values` has
 // one value for all channels or one for each. Without values it is 0.
@@ -224,80 +227,79 @@ struct Inputs {
   }
 };
 
-// A kernel for CUDA has a stream as its last argument, one for the CPU has none.
-template <class Pixel, class... Stream>
-auto forward(Image<Pixel> image, Matrices warp, Sizes, Interpolation interpolation,
+// A motion needs no pixels of the image. It has three channels.
+Image<double> image_without_pixels(int64_t height, int64_t width) {
+  return {nullptr, {1, 3, height, width}, {}};
+}
+
+// A kernel for CUDA has a workspace and a stream as its last arguments, one for the CPU has none.
+template <class Pixel, class... Device>
+auto forward(Image<Pixel> image, Matrices warp, List<int64_t>, Interpolation interpolation,
              Border border_mode, Floats border_value, bool inverse_map,
-             View<const Pixel, 4> destination, View<Pixel, 4> out, Stream... stream) {
+             View<const Pixel, 4> destination, View<Pixel, 4> out, Device... device) {
   const Inputs<Pixel> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
                              out.shape);
-  return warp_perspective(inputs.in, destination.data, out.data, stream...);
+  return warp_perspective(inputs.in, destination.data, out.data, device...);
 }
 
-template <class... Stream>
-auto slope(Image<double> image, Matrices warp, Sizes, Interpolation interpolation,
+template <class Real, class... Device>
+auto backward(View<const Real, 4> grad, Image<Real> image, Matrices warp,
+              Interpolation interpolation, Border border_mode, Floats border_value,
+              bool inverse_map, int64_t order_x, int64_t order_y, View<Real, 4> grad_image,
+              View<double, 3> grad_warp, Device... device) {
+  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
+                            grad.shape, order_x, order_y);
+  const WarpGradients<Real> to{grad.data, grad_image.data, grad_warp.data};
+  return warp_perspective_backward(inputs.in, to, device...);
+}
+
+template <class Real, class... Device>
+auto slope(Image<Real> image, Matrices warp, Motions motion, Interpolation interpolation,
            Border border_mode, Floats border_value, bool inverse_map, int64_t order_x,
-           int64_t order_y, View<double, 4> out, Stream... stream) {
-  const Inputs<double> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                              out.shape, order_x, order_y);
-  return warp_perspective_slope(inputs.in, out.data, stream...);
-}
-
-template <class... Stream>
-auto sources(Matrices warp, Sizes size, Sizes dsize, Interpolation interpolation,
-             Border border_mode, bool inverse_map, View<double, 3> sources, View<double, 3> scale,
-             Stream... stream) {
-  const int64_t count = warp.shape[0];
-  const WarpSizes sizes{count,         1,
-                        count,         1,
-                        size.data[0],  size.data[1],
-                        dsize.data[0], dsize.data[1],
-                        border_mode,   interpolation,
-                        inverse_map};
-  return warp_perspective_sources(sizes, warp.data, sources.data, scale.data, stream...);
-}
-
-template <class Real>
-void backward_cpu(View<const Real, 4> grad, Image<Real> image, Matrices warp,
-                  Interpolation interpolation, Border border_mode, Floats border_value,
-                  bool inverse_map, int64_t order_x, int64_t order_y, View<Real, 4> grad_image,
-                  View<double, 3> grad_warp) {
+           int64_t order_y, View<Real, 4> out, Device... device) {
   const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            grad.shape, order_x, order_y);
-  warp_perspective_backward<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data});
+                            out.shape, order_x, order_y);
+  if (motion.shape[0] == 1) motion.stride[0] = 0;
+  return warp_perspective_slope(inputs.in, motion, out.data, device...);
 }
 
-const Kernel kCpu("warp_perspective", forward<uint8_t>, forward<uint16_t>, forward<int16_t>,
-                  forward<Float16>, forward<BFloat16>, forward<float>, forward<double>);
-const Kernel kBackwardCpu("_warp_perspective_backward", backward_cpu<float>, backward_cpu<double>);
-const Kernel kSlopeCpu("_warp_perspective_slope", slope<>);
-const Kernel kSourcesCpu("_warp_perspective_sources", sources<>);
+template <class... Device>
+auto motion(Matrices right, Matrices warp, Matrices left, int64_t image_height, int64_t image_width,
+            int64_t, int64_t, Interpolation interpolation, Border border_mode, bool inverse_map,
+            View<double, 4> out, Device... device) {
+  const Inputs<double> inputs(image_without_pixels(image_height, image_width), warp, interpolation,
+                              border_mode, {}, inverse_map, out.shape);
+  return warp_perspective_motion(inputs.in, left.data, right.data, out.data, device...);
+}
 
+template <class... Device>
+auto motion_backward(View<const double, 4> grad_motion, Matrices warp, Matrices left,
+                     int64_t image_height, int64_t image_width, int64_t, int64_t,
+                     Interpolation interpolation, Border border_mode, bool inverse_map,
+                     View<double, 3> grad_right, Device... device) {
+  const Inputs<double> inputs(image_without_pixels(image_height, image_width), warp, interpolation,
+                              border_mode, {}, inverse_map, grad_motion.shape);
+  return warp_perspective_motion_backward(inputs.in, grad_motion.data, left.data, grad_right.data,
+                                          device...);
+}
+
+// Registers the kernels for one device.
+template <class... Device>
+struct Kernels {
+  Kernel results{"warp_perspective",           forward<uint8_t, Device...>,
+                 forward<uint16_t, Device...>, forward<int16_t, Device...>,
+                 forward<Float16, Device...>,  forward<BFloat16, Device...>,
+                 forward<float, Device...>,    forward<double, Device...>};
+  Kernel gradients{"_warp_perspective_backward", backward<float, Device...>,
+                   backward<double, Device...>};
+  Kernel slopes{"_warp_perspective_slope", slope<float, Device...>, slope<double, Device...>};
+  Kernel motions{"_warp_perspective_motion", motion<Device...>};
+  Kernel motion_gradients{"_warp_perspective_motion_backward", motion_backward<Device...>};
+};
+
+const Kernels<> kCpu;
 #ifndef CALCOPS_NO_CUDA
-template <class Real>
-cudaError_t backward_cuda(View<const Real, 4> grad, Image<Real> image, Matrices warp,
-                          Interpolation interpolation, Border border_mode, Floats border_value,
-                          bool inverse_map, int64_t order_x, int64_t order_y,
-                          View<Real, 4> grad_image, View<double, 3> grad_warp, Workspace& workspace,
-                          cudaStream_t stream) {
-  const Inputs<Real> inputs(image, warp, interpolation, border_mode, border_value, inverse_map,
-                            grad.shape, order_x, order_y);
-  if (!workspace.data) {
-    workspace.bytes = warp_perspective_backward_workspace(inputs.in.sizes);
-    return cudaSuccess;
-  }
-  return warp_perspective_backward<Real>(inputs.in, {grad.data, grad_image.data, grad_warp.data},
-                                         workspace.data, stream);
-}
-
-using S = cudaStream_t;
-const Kernel kCuda("warp_perspective", forward<uint8_t, S>, forward<uint16_t, S>,
-                   forward<int16_t, S>, forward<Float16, S>, forward<BFloat16, S>,
-                   forward<float, S>, forward<double, S>);
-const Kernel kBackwardCuda("_warp_perspective_backward", backward_cuda<float>,
-                           backward_cuda<double>);
-const Kernel kSlopeCuda("_warp_perspective_slope", slope<S>);
-const Kernel kSourcesCuda("_warp_perspective_sources", sources<S>);
+const Kernels<Workspace&, cudaStream_t> kCuda;
 #endif
 
 }  // namespace

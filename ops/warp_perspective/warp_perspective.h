@@ -6,6 +6,12 @@
 //
 //   (X, Y, W) = m (u, v, 1),   out[v, u] = image at (x, y) = (X / W, Y / W)
 //
+// Where m moves along a tangent m', (X', Y', W') = m' (u, v, 1), and the source moves by
+//
+//   (x', y') = ((X', Y') - W' (x, y)) / W
+//
+// The motion of a pixel is (x', y', W' / W), and 0 if it has no source.
+//
 // The taps are the pixels of the image near the source, whose weighted sum is the result. Pixel
 // centres are at integers: (0, 0) is the centre of the first pixel. Coordinates are float64. The
 // sum over the taps is float32 for images of float32, float16 and bfloat16, otherwise float64. The
@@ -15,6 +21,8 @@
 // Source: OpenCV's cv::warpPerspective. Its coordinates are float32 or, in older versions,
 // multiples of 1/32 pixel.
 #pragma once
+
+#include <calcops/operator.h>
 
 #include <cstdint>
 
@@ -40,7 +48,7 @@ struct WarpSizes {
   Border border;
   Interpolation interpolation;
   bool inverse_map;
-  // Instead of the interpolated value, its derivative of this order for the source's x and y.
+  // Derivatives use the interpolated value's derivative of this order for the source's x and y.
   int order_x = 0, order_y = 0;
 };
 
@@ -60,32 +68,42 @@ struct WarpGradients {
   double* grad_warp;  // [warp_batch, 3, 3]; nullptr: not wanted
 };
 
+// [N, 3, h, w]. If one motion serves all results, its stride for N is 0.
+using Motions = Strided<const double, 4>;
+
 // Copy `destination` to `out`, if it is given, and write the pixels that have a source. Each
-// function has an overload with a stream, for device memory.
+// function has an overload for CUDA. If its workspace has no memory, it only sets the size.
 template <class Pixel>
 void warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out);
 template <class Real>
 void warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to);
-// Write the derivative of the order of `in.sizes` of the result for the position in the image.
-void warp_perspective_slope(const WarpInputs<double>& in, double* out);
-// Write the source of each pixel of the result to `sources` [warp_batch, 3, h * w] as (x, y, w), or
-// zeros if it has none. Write the factor Homography::scale of each matrix to `scale` [warp_batch],
-// or 0 if no pixel has a source.
-void warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
-                              double* scale);
+// Write the derivative of the result along a motion.
+template <class Real>
+void warp_perspective_slope(const WarpInputs<Real>& in, const Motions& motion, Real* out);
+// Write the motion for the tangents of m that homography_tangent() gives.
+void warp_perspective_motion(const WarpInputs<double>& in, const double* left, const double* right,
+                             double* motion);
+// Write the gradient for `right` from that for the motion.
+void warp_perspective_motion_backward(const WarpInputs<double>& in, const double* grad_motion,
+                                      const double* left, double* grad_right);
 
 #ifndef CALCOPS_NO_CUDA
 template <class Pixel>
 cudaError_t warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pixel* out,
-                             cudaStream_t stream);
-// Return the size in bytes of the `workspace` of the next function: uninitialised, 8-byte aligned.
-int64_t warp_perspective_backward_workspace(const WarpSizes& sizes);
+                             Workspace& workspace, cudaStream_t stream);
 template <class Real>
 cudaError_t warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
-                                      void* workspace, cudaStream_t stream);
-cudaError_t warp_perspective_slope(const WarpInputs<double>& in, double* out, cudaStream_t stream);
-cudaError_t warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
-                                     double* scale, cudaStream_t stream);
+                                      Workspace& workspace, cudaStream_t stream);
+template <class Real>
+cudaError_t warp_perspective_slope(const WarpInputs<Real>& in, const Motions& motion, Real* out,
+                                   Workspace& workspace, cudaStream_t stream);
+cudaError_t warp_perspective_motion(const WarpInputs<double>& in, const double* left,
+                                    const double* right, double* motion, Workspace& workspace,
+                                    cudaStream_t stream);
+cudaError_t warp_perspective_motion_backward(const WarpInputs<double>& in,
+                                             const double* grad_motion, const double* left,
+                                             double* grad_right, Workspace& workspace,
+                                             cudaStream_t stream);
 #endif
 
 }  // namespace calcops::ops::warp_perspective

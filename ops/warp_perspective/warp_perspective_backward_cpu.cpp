@@ -5,7 +5,6 @@
 // A tile takes the rows of the destination one after the other, and adds the pixels that have taps
 // in the tile. The sums are in float64. Their order depends on sizes and matrices alone.
 #include <limits>
-#include <utility>
 
 #include "warp_perspective/warp_perspective_rows.h"
 
@@ -26,15 +25,10 @@ double sum_of(const double* values, int64_t count) {
   return sum;
 }
 
-// The order of a derivative of the image for x and for y.
-struct Order {
-  int x, y;
-};
-
 // Compute the weights of taps from their fractions, or derivatives of them.
 template <int kTaps>
-void fill_weights(const double* fraction, int order, int64_t count,
-                  double (&weight)[kTaps][kTileWidth]) {
+[[gnu::noinline]] void fill_weights(const double* fraction, int order, int64_t count,
+                                    double (&weight)[kTaps][kTileWidth]) {
   for (int64_t i = 0; i < count; ++i) {
     double weights[kTaps];
     weights_of(fraction[i], order, weights);
@@ -49,14 +43,16 @@ struct Positions {
   double x[kTileWidth], y[kTileWidth];
   double reciprocal[kTileWidth];  // 1 / W
 
-  void locate(const Homography& map, const RowStart& row, const WarpSizes& sizes,
-              const int64_t* stride, bool is_inside, int64_t u, int64_t count) {
+  // Without an image there are no taps.
+  template <class Real>
+  void locate(const WarpInputs<Real>& in, const Homography& map, const RowStart& row,
+              bool is_inside, int64_t u, int64_t count) {
     count_ = count;
     is_inside_ = is_inside;
     if (!is_inside_) {
       for (int64_t i = 0; i < count; ++i) {
         Source source;
-        const bool has_source = find_cell(map, row, u + i, sizes, source, cells_[i] = {});
+        const bool has_source = find_cell(map, row, u + i, in.sizes, source, cells_[i] = {});
         x[i] = has_source ? source.x : 0;
         y[i] = has_source ? source.y : 0;
         reciprocal[i] = has_source ? 1 / source.w : 0;
@@ -70,32 +66,35 @@ struct Positions {
       y[i] = source.y;
       reciprocal[i] = 1 / source.w;
     }
-    taps_.locate(map.m, row, u, count, false, {stride[2], stride[3], 0});
+    const int64_t* stride = in.image_stride;
+    if (in.image) taps_.locate(map.m, row, u, count, false, {stride[2], stride[3], 0});
   }
 
-  // Write derivatives of a channel at the sources.
-  template <int kSums, class Real>
-  [[gnu::noinline]] void find_slopes(const Plane<Real>& plane, const Order (&orders)[kSums],
-                                     double (&slopes)[kSums][kTileWidth]) {
+  // Write the derivatives of a channel for x and for y at the sources.
+  template <class Real>
+  [[gnu::noinline]] void find_slopes(const WarpSizes& sizes, const Plane<Real>& plane,
+                                     double (&slopes)[2][kTileWidth]) const {
+    const int order_x[2] = {sizes.order_x + 1, sizes.order_x};
+    const int order_y[2] = {sizes.order_y, sizes.order_y + 1};
     if (!is_inside_) {
-      for (int k = 0; k < kSums; ++k)
+      for (int k = 0; k < 2; ++k)
         for (int64_t i = 0; i < count_; ++i)
           slopes[k][i] = reciprocal[i] != 0
-                             ? interpolate<double>(plane, cells_[i], orders[k].x, orders[k].y)
+                             ? interpolate<double>(plane, cells_[i], order_x[k], order_y[k])
                              : 0;
       return;
     }
-    double of_x[kSums][kTaps][kTileWidth], of_y[kSums][kTaps][kTileWidth];
-    for (int k = 0; k < kSums; ++k) {
-      fill_weights(taps_.weight_x, orders[k].x, count_, of_x[k]);
-      fill_weights(taps_.weight_y, orders[k].y, count_, of_y[k]);
+    double of_x[2][kTaps][kTileWidth], of_y[2][kTaps][kTileWidth];
+    for (int k = 0; k < 2; ++k) {
+      fill_weights(taps_.weight_x, order_x[k], count_, of_x[k]);
+      fill_weights(taps_.weight_y, order_y[k], count_, of_y[k]);
     }
     if constexpr (kTaps == 4) {
       sum_cubic(plane, taps_.offset, count_, of_x, of_y, slopes);
     } else {
       Pairs<Real> pairs;
       pairs.read(plane, taps_.offset, count_);
-      for (int k = 0; k < kSums; ++k)
+      for (int k = 0; k < 2; ++k)
         for (int64_t i = 0; i < count_; ++i) {
           const double tap[2][2] = {{pairs.above[2 * i], pairs.above[2 * i + 1]},
                                     {pairs.below[2 * i], pairs.below[2 * i + 1]}};
@@ -112,91 +111,6 @@ struct Positions {
   Cell<kTaps> cells_[kTileWidth];  // of other pixels
 };
 
-// The share of a strip of rows in the gradient for m.
-template <int kTaps, class Real>
-struct MatrixGradient {
-  const WarpInputs<Real>& in;
-  const WarpGradients<Real>& to;
-  const Homography& map;
-  int64_t n;
-  double grad_m[9] = {};
-  Positions<kTaps> positions = {};
-
-  void add(const RowStart& row, int64_t v, bool is_inside, int64_t begin, int64_t count) {
-    positions.locate(map, row, in.sizes, in.image_stride, is_inside, begin, count);
-    double grad_x[kTileWidth] = {}, grad_y[kTileWidth] = {}, slopes[2][kTileWidth];
-    const auto [order_x, order_y] = std::make_pair(in.sizes.order_x, in.sizes.order_y);
-    for (int64_t c = 0; c < in.sizes.channels; ++c) {
-      const Real* grad = to.grad + output_offset(in.sizes, n, c, v) + begin;
-      positions.find_slopes(make_plane(in, n, c, in.border_value[c]),
-                            {{order_x + 1, order_y}, {order_x, order_y + 1}}, slopes);
-      for (int64_t i = 0; i < count; ++i) {
-        grad_x[i] = fma(grad[i], slopes[0][i], grad_x[i]);
-        grad_y[i] = fma(grad[i], slopes[1][i], grad_y[i]);
-      }
-    }
-    // As project_backward: row k of m receives g[k] times u, v and 1.
-    double g[3][kTileWidth], along_u[3][kTileWidth];
-    const double first = static_cast<double>(begin);
-    for (int i = 0; i < static_cast<int>(count); ++i) {
-      const double reciprocal = positions.reciprocal[i];
-      // The gradient of a pixel without a source may be NaN.
-      g[0][i] = reciprocal != 0 ? grad_x[i] * reciprocal : 0;
-      g[1][i] = reciprocal != 0 ? grad_y[i] * reciprocal : 0;
-      g[2][i] = -fma(g[0][i], positions.x[i], g[1][i] * positions.y[i]);
-      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + i);
-    }
-    for (int k = 0; k < 3; ++k) {
-      const double sum = sum_of(g[k], count);
-      grad_m[3 * k] += sum_of(along_u[k], count);
-      grad_m[3 * k + 1] = fma(sum, static_cast<double>(v), grad_m[3 * k + 1]);
-      grad_m[3 * k + 2] += sum;
-    }
-  }
-};
-
-// The slopes of a strip of rows of the result. Pixels without a source keep their values.
-template <int kTaps>
-struct ResultSlope {
-  const WarpInputs<double>& in;
-  double* out;
-  const Homography& map;
-  int64_t n;
-  Positions<kTaps> positions = {};
-
-  void add(const RowStart& row, int64_t v, bool is_inside, int64_t begin, int64_t count) {
-    positions.locate(map, row, in.sizes, in.image_stride, is_inside, begin, count);
-    double slopes[1][kTileWidth];
-    for (int64_t c = 0; c < in.sizes.channels; ++c) {
-      positions.find_slopes(make_plane(in, n, c, in.border_value[c]),
-                            {{in.sizes.order_x, in.sizes.order_y}}, slopes);
-      std::copy_n(slopes[0], count, out + output_offset(in.sizes, n, c, v) + begin);
-    }
-  }
-};
-
-// Call strip.add(row, v, is_inside, begin, count) for the pixels of a strip of rows, from `top` on,
-// that may have a source.
-template <class Strip>
-void visit_strip(Strip& strip, int64_t top) {
-  const WarpSizes& sizes = strip.in.sizes;
-  const std::vector<Row> rows = rows_of_strip(strip.map, top, sizes);
-  for (int64_t left = 0; left < sizes.out_width; left += kTileWidth) {
-    int64_t v = top;
-    for (const Row& row : rows) {
-      const auto add = [&](bool is_inside) {
-        return [&, is_inside](int64_t begin, int64_t end) {
-          strip.add(row.start, v, is_inside, begin, end - begin);
-        };
-      };
-      row.visit(
-          left, std::min(left + kTileWidth, sizes.out_width), [](int64_t, int64_t) {}, add(false),
-          add(true));
-      ++v;
-    }
-  }
-}
-
 // Call f(std::integral_constant<int, the number of taps along an axis>()).
 template <class F>
 void with_taps(const WarpSizes& sizes, const F& f) {
@@ -206,30 +120,93 @@ void with_taps(const WarpSizes& sizes, const F& f) {
     f(std::integral_constant<int, 2>());
 }
 
-template <class Real>
-void matrix_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
-                     const std::vector<Homography>& maps) {
+// Call visit(positions, n, v, begin, count) for all pixels of the results that may have a source.
+// The parts of a strip of rows follow each other in one thread.
+template <class Real, class Visit>
+void visit_results(const WarpInputs<Real>& in, const std::vector<Homography>& maps,
+                   const Visit& visit) {
   const WarpSizes& sizes = in.sizes;
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
-  std::vector<double> parts(sizes.batch * strips * 9);
-  // A nearest pixel does not move.
-  const bool moves = sizes.interpolation != Interpolation::kNearest;
-  for_each(moves ? sizes.batch * strips : 0, 1, [&](int64_t i) {
-    const int64_t n = i / strips;
-    if (!map_of(maps, n).valid) return;
+  for_each(sizes.batch * strips, 1, [&](int64_t i) {
+    const int64_t n = i / strips, top = i % strips * kTileHeight;
+    const Homography& map = map_of(maps, n);
+    if (!map.valid) return;
+    const std::vector<Row> rows = rows_of_strip(map, top, sizes);
     with_taps(sizes, [&](auto taps) {
-      MatrixGradient<taps, Real> strip{in, to, map_of(maps, n), n};
-      visit_strip(strip, i % strips * kTileHeight);
-      std::copy_n(strip.grad_m, 9, parts.data() + 9 * i);
+      Positions<taps> positions;
+      for (int64_t left = 0; left < sizes.out_width; left += kTileWidth) {
+        int64_t v = top;
+        for (const Row& row : rows) {
+          const auto visit_part = [&](bool is_inside) {
+            return [&, is_inside](int64_t begin, int64_t end) {
+              positions.locate(in, map, row.start, is_inside, begin, end - begin);
+              visit(positions, n, v, begin, end - begin);
+            };
+          };
+          row.visit(
+              left, std::min(left + kTileWidth, sizes.out_width), [](int64_t, int64_t) {},
+              visit_part(false), visit_part(true));
+          ++v;
+        }
+      }
     });
   });
+}
+
+// Write the gradient for `right` of homography_tangent(). find(positions, n, v, begin, count, grad)
+// adds the gradient for the motion of each pixel of a part of a row.
+template <class Real, class Find>
+void sum_motions(const WarpInputs<Real>& in, const double* left, double* grad_right,
+                 const Find& find) {
+  const WarpSizes& sizes = in.sizes;
+  const std::vector<Homography> maps = make_homographies(in);
+  const int64_t strips = divide_up(sizes.out_height, kTileHeight);
+  std::vector<double> parts(sizes.batch * strips * 9);
+  const auto visit = [&](const auto& positions, int64_t n, int64_t v, int64_t begin,
+                         int64_t count) {
+    // As motion_backward: row k of m receives g[k] times u, v and 1.
+    double g[3][kTileWidth] = {}, along_u[3][kTileWidth];
+    find(positions, n, v, begin, count, g);
+    const double first = static_cast<double>(begin);
+    for (int i = 0; i < static_cast<int>(count); ++i) {
+      const double reciprocal = positions.reciprocal[i];
+      // The gradient of a pixel without a source may be NaN.
+      for (int k = 0; k < 3; ++k) g[k][i] = reciprocal != 0 ? g[k][i] * reciprocal : 0;
+      g[2][i] -= fma(g[0][i], positions.x[i], g[1][i] * positions.y[i]);
+      for (int k = 0; k < 3; ++k) along_u[k][i] = g[k][i] * (first + i);
+    }
+    double* grad_m = parts.data() + 9 * (n * strips + v / kTileHeight);
+    for (int k = 0; k < 3; ++k) {
+      const double sum = sum_of(g[k], count);
+      grad_m[3 * k] += sum_of(along_u[k], count);
+      grad_m[3 * k + 1] = fma(sum, static_cast<double>(v), grad_m[3 * k + 1]);
+      grad_m[3 * k + 2] += sum;
+    }
+  };
+  // A nearest pixel does not move.
+  if (sizes.interpolation != Interpolation::kNearest) visit_results(in, maps, visit);
   for (int64_t w = 0; w < sizes.warp_batch; ++w) {
     double grad_m[9] = {};
     for (int64_t n = w; n < sizes.batch; n += sizes.warp_batch)
       for (int64_t i = n * strips; i < (n + 1) * strips; ++i)
         for (int k = 0; k < 9; ++k) grad_m[k] += parts[9 * i + k];
-    homography_backward(maps[w], grad_m, sizes.inverse_map, to.grad_warp + 9 * w);
+    homography_backward(maps[w], left + 9 * w, grad_m, sizes.inverse_map, grad_right + 9 * w);
   }
+}
+
+template <class Real>
+void matrix_gradient(const WarpInputs<Real>& in, const Real* grad, double* grad_warp) {
+  sum_motions(
+      in, in.warp, grad_warp,
+      [&](const auto& positions, int64_t n, int64_t v, int64_t begin, int64_t count, auto& sums) {
+        double slopes[2][kTileWidth];
+        for (int64_t c = 0; c < in.sizes.channels; ++c) {
+          const Real* g = grad + output_offset(in.sizes, n, c, v) + begin;
+          positions.find_slopes(in.sizes, make_plane(in, n, c, in.border_value[c]), slopes);
+          for (int k = 0; k < 2; ++k)
+            for (int64_t i = 0; i < count; ++i) sums[k][i] = fma(g[i], slopes[k][i], sums[k][i]);
+        }
+      });
 }
 
 // ---- the image ----------------------------------------------------------------------------------
@@ -250,12 +227,11 @@ Box around(const Box& a, const Box& b) {
 // columns that belong to other tiles, so that pixels near its edge need no test.
 template <class Real>
 struct ImageTile {
-  static constexpr int64_t kChannels = 4;
   const WarpInputs<Real>& in;
-  const WarpGradients<Real>& to;
-  int64_t top, left, height, width, channel, channels;
+  int64_t top, left, height, width, channels;
   int64_t margin = static_cast<int64_t>(2 * reach_of(in.sizes));
   int64_t pitch = width + 2 * margin, plane = pitch * (height + 2 * margin);
+  int64_t grad_plane = in.sizes.out_height * in.sizes.out_width;
   // [channels, height + 2 margin, width + 2 margin]
   std::vector<double> sums = std::vector<double>(channels * plane);
   Taps<double> taps = {};
@@ -264,31 +240,26 @@ struct ImageTile {
     return sums.data() + c * plane + (y - top + margin) * pitch + x - left + margin;
   }
 
-  template <int kTaps>
-  void add_cell(const Cell<kTaps>& cell, const Real* grad) {
-    double weight_x[kTaps], weight_y[kTaps];
-    weights_of(cell.x.fraction, in.sizes.order_x, weight_x);
-    weights_of(cell.y.fraction, in.sizes.order_y, weight_y);
-    for (int k = 0; k < kTaps * kTaps; ++k) {
-      const int64_t y = cell.y.tap[k / kTaps], x = cell.x.tap[k % kTaps];
-      const double weight = weight_y[k / kTaps] * weight_x[k % kTaps];
-      if (y < top || y >= top + height || x < left || x >= left + width || weight == 0) continue;
-      for (int64_t c = 0; c < channels; ++c) {
-        double& sum = *sum_at(c, y, x);
-        sum = fma(weight, static_cast<double>(grad[c * in.sizes.out_height * in.sizes.out_width]),
-                  sum);
-      }
-    }
-  }
-
   // Add pixels one by one.
   [[gnu::noinline]] void add_edge(const Homography& map, const RowStart& row, const Real* grad,
                                   int64_t begin, int64_t end) {
-    with_taps(in.sizes, [&](auto taps) {
+    with_taps(in.sizes, [&](auto along) {
       for (int64_t u = begin; u < end; ++u) {
         Source source;
-        Cell<taps> cell;
-        if (find_cell(map, row, u, in.sizes, source, cell)) add_cell(cell, grad + u);
+        Cell<along> cell;
+        if (!find_cell(map, row, u, in.sizes, source, cell)) continue;
+        double weight_x[along], weight_y[along];
+        weights_of(cell.x.fraction, in.sizes.order_x, weight_x);
+        weights_of(cell.y.fraction, in.sizes.order_y, weight_y);
+        for (int k = 0; k < along * along; ++k) {
+          const int64_t y = cell.y.tap[k / along], x = cell.x.tap[k % along];
+          const double weight = weight_y[k / along] * weight_x[k % along];
+          const bool is_mine = y >= top && y < top + height && x >= left && x < left + width;
+          for (int64_t c = 0; c < channels && is_mine && weight != 0; ++c) {
+            double& sum = *sum_at(c, y, x);
+            sum = fma(weight, static_cast<double>(grad[c * grad_plane + u]), sum);
+          }
+        }
       }
     });
   }
@@ -323,20 +294,14 @@ struct ImageTile {
     for (int64_t u = pixels.begin; u < pixels.end; u += kTileWidth) {
       const int64_t count = std::min(kTileWidth, pixels.end - u);
       taps.locate(map.m, row, u, count, is_nearest, strides);
+      // The nearest pixel is the first of two taps.
+      if (is_nearest) std::fill_n(taps.weight_x, count, 0), std::fill_n(taps.weight_y, count, 0);
       with_taps(in.sizes, [&](auto along) {
         double weight_x[along][kTileWidth], weight_y[along][kTileWidth];
-        if (!is_nearest) {
-          fill_weights(taps.weight_x, in.sizes.order_x, count, weight_x);
-          fill_weights(taps.weight_y, in.sizes.order_y, count, weight_y);
-        }
-        for (int64_t channel = 0; channel < channels; ++channel) {
-          const Real* g = grad + channel * in.sizes.out_height * in.sizes.out_width + u;
-          double* to = sums.data() + channel * plane;
-          if (!is_nearest)
-            add_taps(g, count, weight_x, weight_y, to);
-          else
-            for (int64_t i = 0; i < count; ++i) to[taps.offset[i]] += g[i];
-        }
+        fill_weights(taps.weight_x, in.sizes.order_x, count, weight_x);
+        fill_weights(taps.weight_y, in.sizes.order_y, count, weight_y);
+        for (int64_t c = 0; c < channels; ++c)
+          add_taps(grad + c * grad_plane + u, count, weight_x, weight_y, sums.data() + c * plane);
       });
     }
   }
@@ -350,120 +315,99 @@ struct ImageTile {
     near.end = std::min(near.end, row.inside.end);
     if (!near.empty()) add_inside(map, row.start, grad, near);
     const auto skip = [](int64_t, int64_t) {};
+    const auto at_edge = [&](int64_t begin, int64_t end) {
+      add_edge(map, row.start, grad, begin, end);
+    };
     for (int64_t left = 0; left < in.sizes.out_width; left += kTileWidth, ++boxes)
       if (meet(*boxes, own))
-        row.visit(
-            left, std::min(left + kTileWidth, in.sizes.out_width), skip,
-            [&](int64_t begin, int64_t end) { add_edge(map, row.start, grad, begin, end); }, skip);
-  }
-
-  void store(int64_t image) {
-    for (int64_t c = 0; c < channels; ++c)
-      for (int64_t y = top; y < top + height; ++y) {
-        const double* from = sum_at(c, y, left);
-        Real* out =
-            to.grad_image +
-            ((image * in.sizes.channels + channel + c) * in.sizes.height + y) * in.sizes.width +
-            left;
-        for (int64_t x = 0; x < width; ++x) out[x] = static_cast<Real>(from[x]);
-      }
+        row.visit(left, std::min(left + kTileWidth, in.sizes.out_width), skip, at_edge, skip);
   }
 };
 
-// Return a box around the taps of a tile of the result.
-template <int kTaps>
-Box taps_of_tile(const WarpSizes& sizes, const Homography& map, const std::vector<Row>& rows,
-                 int64_t left, int64_t right) {
-  const double reach = reach_of(sizes);
-  Box box = kNowhere;
-  const auto at_inside = [&](const Row& row, int64_t begin, int64_t end) {
-    // x and y only rise or only fall along a row where W keeps its sign.
-    for (const int64_t u : {begin, end - 1}) {
-      const Source source = project(map.m, row.start, static_cast<double>(u));
-      box = around(box, {source.x - reach, source.x + reach, source.y - reach, source.y + reach});
-    }
-  };
-  const auto at_edge = [&](const Row& row, int64_t begin, int64_t end) {
-    for (int64_t u = begin; u < end; ++u) {
-      Source source;
-      Cell<kTaps> cell{};
-      if (!find_cell(map, row.start, u, sizes, source, cell)) continue;
-      for (int k = 0; k < kTaps; ++k) {
-        const double x = static_cast<double>(cell.x.tap[k]), y = static_cast<double>(cell.y.tap[k]);
-        box = around(box, {x, x, y, y});
-      }
-    }
-  };
-  for (const Row& row : rows)
-    row.visit(
-        left, right, [](int64_t, int64_t) {},
-        [&](int64_t begin, int64_t end) { at_edge(row, begin, end); },
-        [&](int64_t begin, int64_t end) { at_inside(row, begin, end); });
-  return box;
-}
-
-// Return these boxes for the tiles of all results, [batch, strips, across].
+// Return a box around the taps of each tile of the results, [batch, strips, across].
 std::vector<Box> find_boxes(const WarpSizes& sizes, const std::vector<Homography>& maps) {
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
   const int64_t across = divide_up(sizes.out_width, kTileWidth);
-  std::vector<Box> boxes(sizes.batch * strips * across);
+  const double reach = reach_of(sizes);
+  std::vector<Box> boxes(sizes.batch * strips * across, kNowhere);
   for_each(sizes.batch * strips, 1, [&](int64_t i) {
     const Homography& map = map_of(maps, i / strips);
-    const std::vector<Row> rows = rows_of_strip(map, i % strips * kTileHeight, sizes);
-    for (int64_t x = 0; x < across; ++x) {
-      const int64_t left = x * kTileWidth, right = std::min(left + kTileWidth, sizes.out_width);
-      with_taps(sizes, [&](auto taps) {
-        boxes[i * across + x] = taps_of_tile<taps>(sizes, map, rows, left, right);
-      });
-    }
+    for (const Row& row : rows_of_strip(map, i % strips * kTileHeight, sizes))
+      for (int64_t x = 0; x < across; ++x) {
+        Box& box = boxes[i * across + x];
+        const auto at_inside = [&](int64_t begin, int64_t end) {
+          // x and y only rise or only fall along a row where W keeps its sign.
+          for (const int64_t u : {begin, end - 1}) {
+            const Source at = project(map.m, row.start, static_cast<double>(u));
+            box = around(box, {at.x - reach, at.x + reach, at.y - reach, at.y + reach});
+          }
+        };
+        const auto at_edge = [&](int64_t begin, int64_t end) {
+          with_taps(sizes, [&](auto taps) {
+            for (int64_t u = begin; u < end; ++u) {
+              Source source;
+              Cell<taps> cell;
+              if (!find_cell(map, row.start, u, sizes, source, cell)) continue;
+              for (int k = 0; k < taps; ++k) {
+                const auto tap_x = static_cast<double>(cell.x.tap[k]);
+                const auto tap_y = static_cast<double>(cell.y.tap[k]);
+                box = around(box, {tap_x, tap_x, tap_y, tap_y});
+              }
+            }
+          });
+        };
+        const int64_t left = x * kTileWidth, right = std::min(left + kTileWidth, sizes.out_width);
+        row.visit(left, right, [](int64_t, int64_t) {}, at_edge, at_inside);
+      }
   });
   return boxes;
 }
 
 template <class Real>
-void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
-                    const std::vector<Homography>& maps) {
+void image_gradient(const WarpInputs<Real>& in, const Real* grad, Real* grad_image) {
   const WarpSizes& sizes = in.sizes;
   if (sizes.width == 0) return;
+  const std::vector<Homography> maps = make_homographies(in);
   const std::vector<Box> boxes_of_tiles = find_boxes(sizes, maps);
   const int64_t strips = divide_up(sizes.out_height, kTileHeight);
+  const int64_t out_across = divide_up(sizes.out_width, kTileWidth);
   // The sums of a tile stay in the cache. Its channels share the search for the taps.
-  constexpr int64_t kSums = 1 << 15, kAcross = 256;
-  const int64_t channels = std::clamp<int64_t>(sizes.channels, 1, ImageTile<Real>::kChannels);
+  constexpr int64_t kSums = 1 << 15, kAcross = 256, kChannels = 4;
+  const int64_t channels = std::clamp<int64_t>(sizes.channels, 1, kChannels);
   const int64_t height = kSums / (kAcross * channels);
   const int64_t across = divide_up(sizes.width, kAcross), down = divide_up(sizes.height, height);
   const int64_t groups = divide_up(sizes.channels, channels), tiles = across * down;
-  const int64_t out_across = divide_up(sizes.out_width, kTileWidth);
-  const double reach = reach_of(sizes);
   for_each(sizes.image_batch * groups * tiles, 1, [&](int64_t i) {
     const int64_t image = i / (groups * tiles), channel = i / tiles % groups * channels;
     const int64_t top = i % tiles / across * height, left = i % across * kAcross;
     ImageTile<Real> tile{in,
-                         to,
                          top,
                          left,
                          std::min(height, sizes.height - top),
                          std::min(kAcross, sizes.width - left),
-                         channel,
                          std::min(channels, sizes.channels - channel)};
-    const double left_end = static_cast<double>(left), top_end = static_cast<double>(top);
-    const double right_end = static_cast<double>(left + tile.width);
-    const double bottom_end = static_cast<double>(top + tile.height);
+    const Box own{static_cast<double>(left), static_cast<double>(left + tile.width - 1),
+                  static_cast<double>(top), static_cast<double>(top + tile.height - 1)};
     // The sources that have a tap in the tile. For kNearest, the taps may also be beside it.
-    const Box box{left_end - reach, right_end - 1 + reach, top_end - reach, bottom_end - 1 + reach};
-    const Box own{left_end, right_end - 1, top_end, bottom_end - 1};
+    const double reach = reach_of(sizes);
+    const Box box{own.left - reach, own.right + reach, own.top - reach, own.bottom + reach};
     for (int64_t n = image; n < sizes.batch; n += sizes.image_batch)
       for (int64_t strip = 0; strip < strips; ++strip) {
         const Box* boxes = boxes_of_tiles.data() + (n * strips + strip) * out_across;
-        if (std::none_of(boxes, boxes + out_across, [&](const Box& b) { return meet(b, own); }))
-          continue;
+        const auto meets = [&](const Box& other) { return meet(other, own); };
+        if (std::none_of(boxes, boxes + out_across, meets)) continue;
         const Homography& map = map_of(maps, n);
         int64_t v = strip * kTileHeight;
-        for (const Row& row : rows_of_strip(map, v, sizes)) {
-          tile.add_row(map, row, box, boxes, own, to.grad + output_offset(sizes, n, channel, v++));
-        }
+        for (const Row& row : rows_of_strip(map, v, sizes))
+          tile.add_row(map, row, box, boxes, own, grad + output_offset(sizes, n, channel, v++));
       }
-    tile.store(image);
+    for (int64_t c = 0; c < tile.channels; ++c)
+      for (int64_t y = top; y < top + tile.height; ++y) {
+        const int64_t row = (image * sizes.channels + channel + c) * sizes.height + y;
+        const double* from = tile.sum_at(c, y, left);
+        Real* to = grad_image + row * sizes.width + left;
+        for (int64_t x = 0; x < tile.width; ++x) to[x] = static_cast<Real>(from[x]);
+      }
   });
 }
 
@@ -471,27 +415,67 @@ void image_gradient(const WarpInputs<Real>& in, const WarpGradients<Real>& to,
 
 template <class Real>
 void warp_perspective_backward(const WarpInputs<Real>& in, const WarpGradients<Real>& to) {
-  const std::vector<Homography> maps = make_homographies(in);
-  if (to.grad_warp) matrix_gradient(in, to, maps);
-  if (to.grad_image) image_gradient(in, to, maps);
+  if (to.grad_warp) matrix_gradient(in, to.grad, to.grad_warp);
+  if (to.grad_image) image_gradient(in, to.grad, to.grad_image);
 }
 
-void warp_perspective_slope(const WarpInputs<double>& in, double* out) {
+template <class Real>
+void warp_perspective_slope(const WarpInputs<Real>& in, const Motions& motion, Real* out) {
+  const WarpSizes& sizes = in.sizes;
+  std::fill_n(out, output_offset(sizes, sizes.batch, 0, 0), 0);
+  visit_results(in, make_homographies(in),
+                [&](const auto& positions, int64_t n, int64_t v, int64_t begin, int64_t count) {
+                  double step[2][kTileWidth], slopes[2][kTileWidth];
+                  for (int k = 0; k < 2; ++k)
+                    for (int64_t i = 0; i < count; ++i) step[k][i] = motion(n, k, v, begin + i);
+                  for (int64_t c = 0; c < sizes.channels; ++c) {
+                    positions.find_slopes(sizes, make_plane(in, n, c, in.border_value[c]), slopes);
+                    Real* to = out + output_offset(sizes, n, c, v) + begin;
+                    for (int64_t i = 0; i < count; ++i)
+                      to[i] = static_cast<Real>(
+                          slope_along(slopes[0][i], slopes[1][i], step[0][i], step[1][i]));
+                  }
+                });
+}
+
+void warp_perspective_motion(const WarpInputs<double>& in, const double* left, const double* right,
+                             double* motion) {
   const WarpSizes& sizes = in.sizes;
   const std::vector<Homography> maps = make_homographies(in);
-  const int64_t strips = divide_up(sizes.out_height, kTileHeight);
-  std::fill_n(out, output_offset(sizes, sizes.batch, 0, 0), 0);
-  for_each(sizes.batch * strips, 1, [&](int64_t i) {
-    const Homography& map = map_of(maps, i / strips);
-    if (!map.valid) return;
-    with_taps(sizes, [&](auto taps) {
-      ResultSlope<taps> strip{in, out, map, i / strips};
-      visit_strip(strip, i % strips * kTileHeight);
-    });
-  });
+  std::vector<double> moved(9 * sizes.batch);
+  for (int64_t n = 0; n < sizes.batch; ++n)
+    homography_tangent(maps[n], left + 9 * n, right + 9 * n, sizes.inverse_map, &moved[9 * n]);
+  std::fill_n(motion, output_offset(sizes, sizes.batch, 0, 0), 0);
+  visit_results(in, maps,
+                [&](const auto& positions, int64_t n, int64_t v, int64_t begin, int64_t count) {
+                  const double* const tangent = &moved[9 * n];
+                  const RowStart row = row_of(tangent, static_cast<double>(v));
+                  double* const to = motion + output_offset(sizes, n, 0, v) + begin;
+                  const int64_t plane = sizes.out_height * sizes.out_width;
+                  const double first = static_cast<double>(begin);
+                  for (int i = 0; i < static_cast<int>(count); ++i) {
+                    const Motion of_pixel = motion_of(tangent, row, first + i, positions.x[i],
+                                                      positions.y[i], positions.reciprocal[i]);
+                    to[i] = of_pixel.x;
+                    to[plane + i] = of_pixel.y;
+                    to[2 * plane + i] = of_pixel.spread;
+                  }
+                });
+}
+
+void warp_perspective_motion_backward(const WarpInputs<double>& in, const double* grad_motion,
+                                      const double* left, double* grad_right) {
+  sum_motions(in, left, grad_right,
+              [&](const auto&, int64_t n, int64_t v, int64_t begin, int64_t count, auto& grad) {
+                for (int k = 0; k < 3; ++k)
+                  std::copy_n(grad_motion + output_offset(in.sizes, n, k, v) + begin, count,
+                              grad[k]);
+              });
 }
 
 template void warp_perspective_backward(const WarpInputs<float>&, const WarpGradients<float>&);
 template void warp_perspective_backward(const WarpInputs<double>&, const WarpGradients<double>&);
+template void warp_perspective_slope(const WarpInputs<float>&, const Motions&, float*);
+template void warp_perspective_slope(const WarpInputs<double>&, const Motions&, double*);
 
 }  // namespace calcops::ops::warp_perspective

@@ -1,4 +1,4 @@
-// CPU kernels of warp_perspective: the result, and its sources.
+// CPU kernel of warp_perspective: the result.
 #if defined(__AVX512VBMI__) && !defined(__clang__)
 #include <immintrin.h>
 #define WARP_WINDOWS
@@ -408,23 +408,6 @@ void warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destination, Pix
     else
       Result<Pixel, Quick>{in, map, n, to}.compute_strip(top);
   });
-}
-
-void warp_perspective_sources(const WarpSizes& sizes, const double* warp, double* sources,
-                              double* scale) {
-  const int64_t pixels = sizes.out_height * sizes.out_width;
-  const auto store =
-      sizes.interpolation == Interpolation::kCubic ? store_source<4> : store_source<2>;
-  for (int64_t i = 0; i < sizes.warp_batch; ++i) {
-    const Homography map = make_homography(warp + 9 * i, sizes.inverse_map);
-    scale[i] = map.valid ? map.scale : 0;
-    double* to = sources + 3 * i * pixels;
-    parallel_for(sizes.out_height, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t v = begin; v < end; ++v)
-        for (int64_t u = 0; u < sizes.out_width; ++u)
-          store(map, sizes, u, v, pixels, to + v * sizes.out_width + u);
-    });
-  }
 }
 
 template void warp_perspective(const WarpInputs<uint8_t>&, const uint8_t*, uint8_t*);

@@ -55,13 +55,12 @@ CALCOPS_HD inline void cross(const double* a, const double* b, double* out, int 
 // The map m from destination to source.
 struct Homography {
   double m[9];
-  double scaled[9];  // the caller's matrix times `scale`
-  double scale;      // the power of two that makes the matrix's largest entry 1..2
-  bool valid;        // false if no pixel has a source: m is singular, all zero or not finite
+  double scale;  // the power of two that makes the largest entry of the caller's matrix 1..2
+  bool valid;    // false if no pixel has a source: m is singular, all zero or not finite
 };
 
 CALCOPS_HD inline Homography make_homography(const double* warp, bool inverse_map) {
-  Homography h;
+  Homography h{};
   double largest = 0;
   bool is_finite = true;
   for (int i = 0; i < 9; ++i) {
@@ -74,13 +73,13 @@ CALCOPS_HD inline Homography make_homography(const double* warp, bool inverse_ma
   // overflow nor vanish.
   const int exponent = -ilogb(largest);
   h.scale = ldexp(1.0, exponent < 1023 ? exponent : 1023);
-  for (int i = 0; i < 9; ++i) h.scaled[i] = warp[i] * h.scale;
+  double r[9];
+  for (int i = 0; i < 9; ++i) r[i] = warp[i] * h.scale;
   if (inverse_map) {
-    for (int i = 0; i < 9; ++i) h.m[i] = h.scaled[i];
+    for (int i = 0; i < 9; ++i) h.m[i] = r[i];
     return h;
   }
   // The adjugate is the inverse up to a factor. It saves the roundings of a division.
-  const double* r = h.scaled;
   cross(r + 3, r + 6, h.m, 3);
   cross(r + 6, r, h.m + 1, 3);
   cross(r, r + 3, h.m + 2, 3);
@@ -100,22 +99,44 @@ CALCOPS_HD inline Homography homography_of(const WarpInputs<Pixel>& in, int64_t 
   return h;
 }
 
-// Write the gradient for the caller's matrix from that for m.
-CALCOPS_HD inline void homography_backward(const Homography& h, const double* grad_m,
-                                           bool inverse_map, double* grad_warp) {
-  for (int i = 0; i < 9; ++i) grad_warp[i] = h.valid && inverse_map ? grad_m[i] * h.scale : 0;
+// Write the tangent of m where the caller's matrix moves along `right`. It is linear in `left` too,
+// which is the caller's matrix: column i of m is the cross product of the rows j = i + 1 and
+// k = i + 2 (modulo 3). If inverse_map, it is `right` alone.
+CALCOPS_HD inline void homography_tangent(const Homography& h, const double* left,
+                                          const double* right, bool inverse_map, double* moved) {
+  double p[9], q[9];
+  for (int i = 0; i < 9; ++i) {
+    p[i] = left[i] * h.scale;
+    q[i] = moved[i] = right[i] * h.scale;
+  }
+  for (int i = 0; i < 3 && !inverse_map; ++i) {
+    const int j = (i + 1) % 3, k = (i + 2) % 3;
+    double of_k[3], of_j[3];
+    cross(p + 3 * j, q + 3 * k, of_k, 1);
+    cross(q + 3 * j, p + 3 * k, of_j, 1);
+    for (int c = 0; c < 3; ++c) moved[3 * c + i] = of_k[c] + of_j[c];
+  }
+}
+
+// Write the gradient for `right` from that for its homography_tangent(). For left = `warp`, it is
+// the gradient for the caller's matrix from that for m.
+CALCOPS_HD inline void homography_backward(const Homography& h, const double* left,
+                                           const double* grad_m, bool inverse_map,
+                                           double* grad_right) {
+  for (int i = 0; i < 9; ++i) grad_right[i] = h.valid && inverse_map ? grad_m[i] * h.scale : 0;
   if (!h.valid || inverse_map) return;
-  // Column i of m is the cross product of the rows j = i + 1 and k = i + 2 (modulo 3). Its gradient
-  // g adds row_k x g to that for row j, and g x row_j to that for row k.
+  double rows[9];
+  for (int i = 0; i < 9; ++i) rows[i] = left[i] * h.scale;
+  // The gradient g of column i adds row_k x g to that for row j, and g x row_j to that for row k.
   for (int i = 0; i < 3; ++i) {
     const int j = (i + 1) % 3, k = (i + 2) % 3;
     const double g[3] = {grad_m[i], grad_m[3 + i], grad_m[6 + i]};
     double to_j[3], to_k[3];
-    cross(h.scaled + 3 * k, g, to_j, 1);
-    cross(g, h.scaled + 3 * j, to_k, 1);
+    cross(rows + 3 * k, g, to_j, 1);
+    cross(g, rows + 3 * j, to_k, 1);
     for (int c = 0; c < 3; ++c) {
-      grad_warp[3 * j + c] = fma(h.scale, to_j[c], grad_warp[3 * j + c]);
-      grad_warp[3 * k + c] = fma(h.scale, to_k[c], grad_warp[3 * k + c]);
+      grad_right[3 * j + c] = fma(h.scale, to_j[c], grad_right[3 * j + c]);
+      grad_right[3 * k + c] = fma(h.scale, to_k[c], grad_right[3 * k + c]);
     }
   }
 }
@@ -242,7 +263,7 @@ CALCOPS_HD inline void weights_of(Real t, int order, Real (&weight)[2]) {
 }
 
 // The same for Keys' cubic kernel. At t = 0, all weights but one are exactly 0.
-CALCOPS_HD inline void weights_of(double t, int order, double (&weight)[4]) {
+CALCOPS_HD_INLINED inline void weights_of(double t, int order, double (&weight)[4]) {
   constexpr double a = kKeys;
   if (order == 0) {
     weight[0] = fma(fma(a, t, -2 * a), t, a) * t;
@@ -263,23 +284,6 @@ CALCOPS_HD inline void weights_of(double t, int order, double (&weight)[4]) {
     for (int k = 0; k < 4; ++k)
       weight[k] = order == 2 ? fma(c[k][1], t, c[k][0]) : order == 3 ? c[k][1] : 0;
   }
-}
-
-// Write the source (x, y, w) of pixel (u, v), each number to out[k * stride]. All are 0 if the
-// pixel has no source.
-template <int kTaps>
-CALCOPS_HD inline void store_source(const Homography& map, const WarpSizes& sizes, int64_t u,
-                                    int64_t v, int64_t stride, double* out) {
-  Cell<kTaps> cell;
-  Source source{};
-  bool has_source = map.valid && sizes.height > 0 && sizes.width > 0;
-  if (has_source) {
-    source = project(map.m, static_cast<double>(u), static_cast<double>(v));
-    has_source = locate(source, sizes, sizes.border, cell);
-  }
-  out[0] = has_source ? source.x : 0;
-  out[stride] = has_source ? source.y : 0;
-  out[2 * stride] = has_source ? source.w : 0;
 }
 
 // One channel of one image.
@@ -362,14 +366,33 @@ CALCOPS_HD inline Pixel sample(const Plane<Pixel>& plane, const Cell<kTaps>& cel
   return to_pixel<Pixel>(interpolate<Number<Pixel>>(plane, cell, 0, 0));
 }
 
-// Add the share of pixel (u, v) to the gradient for m. (gx, gy) is the gradient for its source.
-CALCOPS_HD inline void project_backward(const Source& s, double u, double v, double gx, double gy,
-                                        double* grad_m) {
-  const double g[3] = {gx / s.w, gy / s.w, -fma(gx, s.x, gy * s.y) / s.w};
+// The motion of the source (x, y) of a pixel where m moves along a tangent, and W' / W.
+struct Motion {
+  double x, y, spread;
+};
+
+// `moved` is the tangent of m, and `row` is its row_of().
+CALCOPS_HD inline Motion motion_of(const double* moved, const RowStart& row, double u, double x,
+                                   double y, double reciprocal) {
+  const double spread = fma(moved[6], u, row.w) * reciprocal;
+  return {fma(-x, spread, fma(moved[0], u, row.x) * reciprocal),
+          fma(-y, spread, fma(moved[3], u, row.y) * reciprocal), spread};
+}
+
+// Return the derivative along a motion. An axis along which nothing moves has no share, even if its
+// slope is NaN.
+CALCOPS_HD inline double slope_along(double slope_x, double slope_y, double x, double y) {
+  return fma(x, x != 0 ? slope_x : 0, y * (y != 0 ? slope_y : 0));
+}
+
+// Add the share of pixel (u, v) to the gradient for m. `g` is the gradient for its motion.
+CALCOPS_HD inline void motion_backward(const Source& s, double u, double v, const Motion& g,
+                                       double* grad_m) {
+  const double to[3] = {g.x / s.w, g.y / s.w, (g.spread - fma(g.x, s.x, g.y * s.y)) / s.w};
   for (int row = 0; row < 3; ++row) {
-    grad_m[3 * row] = fma(g[row], u, grad_m[3 * row]);
-    grad_m[3 * row + 1] = fma(g[row], v, grad_m[3 * row + 1]);
-    grad_m[3 * row + 2] += g[row];
+    grad_m[3 * row] = fma(to[row], u, grad_m[3 * row]);
+    grad_m[3 * row + 1] = fma(to[row], v, grad_m[3 * row + 1]);
+    grad_m[3 * row + 2] += to[row];
   }
 }
 

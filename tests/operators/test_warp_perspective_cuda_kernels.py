@@ -1,8 +1,7 @@
 """warp_perspective's CUDA kernels on a GPU or in the emulation (kernels.py), at the sizes at which
 they branch.
 
-A tile has 32 x 8 pixels. A thread of the forward kernel takes 16 channels, a block of the gradient
-kernel takes 4, and a launch takes 256.
+A tile has 32 x 8 pixels, and a launch takes 16 channels.
 """
 
 import itertools
@@ -86,10 +85,30 @@ def case(seed):
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def check(kernels, image, matrix, out, *options):
-    """Compare the kernels with the CPU's. Results and slopes are the same bit for bit.
+def check_motion(kernels, image, matrix, out, interpolation, border_mode, _, inverse_map):
+    """Compare the kernels of the motion and of its gradient with the CPU's. Return the motion."""
+    generator = torch.Generator().manual_seed(2)
+    magnitude = matrix.abs().amax((1, 2), keepdim=True).nan_to_num()
+    left, right = magnitude * torch.randn(2, len(matrix), 3, 3, generator=generator).double()
+    size, options = image.shape[2:], (interpolation, border_mode, inverse_map)
+    arguments = right, matrix, left, *size, *out, *options
+    motion = ops._warp_perspective_motion(*arguments)
+    same_bits(kernels(ops._warp_perspective_motion, *arguments), [motion])
+    grad = torch.randn(motion.shape, generator=generator, dtype=torch.float64)
+    grad[(motion == 0).all(1, keepdim=True).expand(grad.shape)] = float("nan")  # no source
+    arguments = grad, matrix, left, *size, *out, *options
+    backward = ops._warp_perspective_motion_backward
+    expected = backward(*arguments)
+    atol = 1e-10 * max(1, expected.abs().max().item()) if expected.numel() else 0
+    result = kernels(backward, *arguments)[0]
+    torch.testing.assert_close(result, expected, rtol=0, atol=atol)
+    return motion
 
-    The backward kernel adds in another order.
+
+def check(kernels, image, matrix, out, *options):
+    """Compare the kernels with the CPU's. Results, motions and slopes are the same bit for bit.
+
+    The gradients are summed in another order.
     """
     destination = None
     if "transparent" in options:
@@ -102,7 +121,8 @@ def check(kernels, image, matrix, out, *options):
     order = 0, 0
     if "nearest" not in options:
         order = len(image) % 3, len(matrix) % 2
-        arguments = image.double(), matrix, out, *options, *order
+        motion = check_motion(kernels, image, matrix, out, *options)
+        arguments = image, matrix, motion, *options, *order
         slope = ops._warp_perspective_slope
         same_bits(kernels(slope, *arguments), [slope(*arguments)])
     generator = torch.Generator().manual_seed(1)
@@ -150,12 +170,8 @@ def test_a_tap_of_weight_zero_takes_no_part_in_the_gradient(kernels, interpolati
 
 @pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("one_matrix", [True, False])
-def test_results_are_those_of_the_cpu_where_a_block_takes_several_tiles(kernels, one_matrix, mask):
-    """A block takes several tiles from 16,384 tiles on, in the emulation from 8 on.
-
-    The tiles belong to several images, with one matrix for all or one for each. Row 16 of an image
-    gets its gradient from the last row of the result alone, and lies in another tile than row 15.
-    """
+def test_results_are_those_of_the_cpu_for_many_images_of_several_tiles(kernels, one_matrix, mask):
+    """One matrix serves all images, or each has its own."""
     count = 20 if kernels.emulated else 4096
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(count, 1, 24, 72, generator=generator, dtype=torch.float64)
@@ -193,14 +209,29 @@ def test_kernels_agree_with_the_cpu_for_empty_sizes(kernels, size):
 
 @pytest.mark.parametrize("kind", ["tilted", "tiny", "shift", "singular", "horizon", "zero", "nan"])
 @pytest.mark.parametrize("inverse_map", [False, True])
-def test_sources_are_those_of_the_cpu(kernels, kind, inverse_map):
+def test_motions_are_those_of_the_cpu(kernels, kind, inverse_map):
     warp = matrices(kind, 3)
     sizes = [((5, 7), (3, 90)), ((1, 1), (4, 4)), ((0, 4), (2, 2)), ((5, 7), (0, 3))]
     for border, (size, dsize), interpolation in itertools.product(
         BORDERS, sizes, ["linear", "cubic"]
     ):
-        arguments = warp, size, dsize, interpolation, border, inverse_map
-        same_bits(
-            kernels(ops._warp_perspective_sources, *arguments),
-            ops._warp_perspective_sources(*arguments),
-        )
+        image = torch.empty(3, 1, *size)
+        check_motion(kernels, image, warp, dsize, interpolation, border, None, inverse_map)
+
+
+def test_the_image_gradient_sums_numbers_of_all_magnitudes(kernels):
+    """A plane's sums are exact down to 2^-80 of its largest gradient, whatever other planes
+    receive. Infinity and NaN stay where they belong."""
+    inf, nan = float("inf"), float("nan")
+    image = torch.zeros(1, 3, 1, 4, dtype=torch.float64)
+    grad = torch.tensor(
+        [[1e300, 2e283, -1e300, 3e299], [-1e-300, 3e-300, 1e-310, -1e-300], [-inf, inf, nan, -2.5]],
+        dtype=torch.float64,
+    ).reshape(1, 3, 1, 4)
+    sums = torch.tensor([3e299 + 2e283, 1e-300 + 1e-310, nan], dtype=torch.float64)
+    in_one_pixel = torch.cat([sums.reshape(1, 3, 1, 1), torch.zeros(1, 3, 1, 3)], 3)
+    for scale, expected in (1, grad), (0, in_one_pixel):
+        matrix = torch.diag(torch.tensor([scale, 1.0, 1.0], dtype=torch.float64))[None]
+        options = "linear", "constant", None, True, 0, 0, [True, False]
+        gradient = kernels(ops._warp_perspective_backward, grad, image, matrix, *options)[0]
+        torch.testing.assert_close(gradient, expected, rtol=1e-15, atol=0, equal_nan=True)

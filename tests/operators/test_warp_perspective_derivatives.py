@@ -1,6 +1,8 @@
 """Derivatives of calcops::warp_perspective: reverse and forward mode, slopes at pixel centres,
 second order, torch.func, float32."""
 
+import itertools
+
 import pytest
 import torch
 from reference_warp_perspective import (
@@ -201,6 +203,43 @@ def test_third_derivatives_are_right(interpolation, device):
         return torch.autograd.grad(result.sin().sum(), (image, warp), create_graph=True)
 
     assert gradgradcheck(gradients, (image, warp), atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1, 1e150])
+@pytest.mark.parametrize("inverse_map", [False, True])
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
+def test_third_derivatives_are_the_same_in_every_order_of_the_modes(
+    interpolation, inverse_map, scale, device
+):
+    image, warp = (x.detach() for x in arguments((2, 2, 4, 3), (2, 3, 3), device))
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    directions = [(normal(*image.shape), scale * normal(*warp.shape)) for _ in range(3)]
+
+    def total(*inputs):
+        return warp_perspective(*inputs, (3, 4), interpolation, inverse_map=inverse_map).sin().sum()
+
+    def forward(function, direction):
+        return lambda *inputs: jvp(function, inputs, direction)[1]
+
+    def reverse(function, direction):
+        def derivative(*inputs):
+            pairs = zip(grad(function, (0, 1))(*inputs), direction, strict=True)
+            return sum((gradient * tangent).sum() for gradient, tangent in pairs)
+
+        return derivative
+
+    results = []
+    for modes in itertools.product([forward, reverse], repeat=3):
+        function = total
+        for mode, direction in zip(modes, directions, strict=True):
+            function = mode(function, direction)
+        results.append(function(image, scale * warp))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("border_mode", BORDERS)

@@ -64,12 +64,18 @@ void run_case(Results& results, const WarpSizes& sizes, bool channels_last) {
   }
 }
 
-void run_sources(Results& results, const WarpSizes& sizes) {
-  std::vector<double> sources(sizes.warp_batch * 3 * sizes.out_height * sizes.out_width),
-      scale(sizes.warp_batch);
-  warp_perspective_sources(sizes, kMaps[0], sources.data(), scale.data());
-  results.add("sources" + name_of(sizes), sources);
-  results.add("scale" + name_of(sizes), scale);
+void run_motion(Results& results, const WarpSizes& sizes) {
+  WarpSizes of_motion = sizes;
+  of_motion.batch = sizes.warp_batch;
+  of_motion.image_batch = 1;
+  of_motion.channels = 3;
+  const WarpInputs<double> in{of_motion, nullptr, {}, kMaps[0], nullptr};
+  std::vector<double> motion(sizes.warp_batch * 3 * sizes.out_height * sizes.out_width);
+  std::vector<double> gradient(sizes.warp_batch * 9);
+  warp_perspective_motion(in, kMaps[0], kMaps[0], motion.data());
+  results.add("motion" + name_of(sizes), motion);
+  warp_perspective_motion_backward(in, motion.data(), kMaps[0], gradient.data());
+  results.add("motion_backward" + name_of(sizes), gradient);
 }
 
 }  // namespace
@@ -91,7 +97,7 @@ void run(Results& results) {
           run_case<float>(results, sizes, channels_last);
           run_case<double>(results, sizes, channels_last);
         }
-        if (!nearest) run_sources(results, sizes);
+        if (!nearest) run_motion(results, sizes);
       }
       run_case<uint8_t>(results, wide, /*channels_last=*/false);
     }

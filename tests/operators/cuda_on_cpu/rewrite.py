@@ -34,9 +34,6 @@ def barriers():
 
 
 FIRST_BARRIER = 1  # number of the fault that leaves out the first barrier
-# On a GPU a block takes several tiles from 16,384 tiles on. In the emulation it does from 8 on, so
-# that a small image has such blocks.
-SMALLER = ("ops/warp_perspective/warp_perspective.cu", "tiles / 8192", "tiles / 4")
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
 
@@ -111,10 +108,6 @@ def write_checkout(folder):
     shutil.copy(ROOT / "calcops_jit.py", folder)
     paths = [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*"), *sources()]
     texts = {path: path.read_text() for path in paths if path.is_file()}
-    name, code, changed = SMALLER
-    if texts[ROOT / name].count(code) != 1:
-        raise ValueError(f"cuda_on_cpu: {name} does not have {code!r} once")
-    texts[ROOT / name] = texts[ROOT / name].replace(code, changed)
     number = itertools.count(FIRST_BARRIER)
     for path in sources():
         texts[path] = _BARRIER.sub(
