@@ -77,344 +77,177 @@ RIGHT = {
     ),
 }
 
-# Contracts that are wrong, and what their errors say.
-WRONG = OPTIONAL | {
-    # silently misread before
-    "entries at dimensions of any shape": (
-        tensors(
-            "f(Tensor x, Tensor e) -> Tensor y",
-            x="[N]; float64.",
-            e="[...]; int64; entries 0 <= j < N at row.",
-            y="[N]; like x.",
-        ),
-        "`at` names the dimensions of entries",
-    ),
-    "a result that is an optional argument": (
-        tensors("f(Tensor w, Tensor? x=None) -> Tensor x", w="[N]; float64.", x="[N]; like w."),
-        "a result is always there",
-    ),
-    "a clause behind a full stop": (
-        contract("[N]; float64. N >= 2."),
-        "expected a clause, or text that is no formula",
-    ),
-    "entries behind a full stop": (
-        contract("[N]; int64. entries 0 <= j < N at row."),
-        "text begins with a capital letter, got `entries 0 <= j < N a`",
-    ),
-    "constant behind a full stop": (
-        contract("[N]; float64. constant."),
-        "text begins with a capital letter, got `constant.`",
-    ),
-    # numbers
-    "a power that is too large": (
-        contract(n="int k", k="0 to 2^64."),
-        "line 3: `k`: a number is too large",
-    ),
-    "a huge power": (contract(n="int k", k="0 to 2^80."), "a number is too large"),
-    "a number of twenty digits": (
-        contract(n="int k", k="0 to 99999999999999999999."),
-        "a number is too large",
-    ),
-    "two powers": (contract(n="int k", k="0 to 2^3^4."), "got `^` in `0 to 2^3^4`"),
-    "an empty range": (
-        contract(n="int k", k="5 to 2."),
-        "expected the lower number first in `5 to 2`",
-    ),
-    "a decimal bound of an integer": (
-        contract(n="int k", k="> 0.5."),
-        "expected integers, got 0.5",
-    ),
-    "a power of a word": (contract(n="int k", k="0 to five."), "expected a number, got `five`"),
-    "a value where absent": (
-        contract(n="int k", k="0 to 5; 1 where absent."),
-        "a second clause of the same kind in `1 where absent`",
-    ),
-    "entries that are 0 where absent": (
-        tensors(
-            "f(Tensor x, Tensor? e) -> Tensor y",
-            x="[N]; float64.",
-            e="[...]; int64; entries 0 <= j < N; 0 where absent.",
-            y="[N]; like x.",
-        ),
-        "got `where` in `0 where absent`",
-    ),
-    "an exponent without digits": (contract(n="float t", t="> 1e-."), "got `e` in `> 1e-`"),
-    "a point in a size": (contract("[N, 2.5]; float64."), "expected an integer in `[N, 2.5]`"),
-    "a point in a power": (contract(n="float t", t="< 2^2.5."), "expected an integer"),
-    "two points in a number": (contract(n="float t", t="> 1.2.3."), "expected an integer"),
-    "a default outside the bounds": (contract(n="int k=7", k="0 to 5."), "its own default 7"),
-    "a default at an open bound": (contract(n="float t=0.0", t="> 0."), "its own default 0"),
-    "a default that is no choice": (
-        contract(n='str s="c"', s='"a" or "b".'),
-        "refuses its own default",
-    ),
-    "an overload": (COPY.replace("f(", "f.a("), "expected a name without a point"),
-    "any number of arguments": (contract(n="..."), "and no `...`"),
-    "no result": ("f(Tensor x) -> ()\nx  [N]; float64.", "expected a result"),
-    "a float that is too large": (contract(n="float t", t="< 1e999."), "got `e999`"),
-    "a power of ten in the form of floats for an integer": (
-        contract(n="int k", k="0 to 1e6."),
-        "got `e6`",
-    ),
-    # what a line cannot mean
-    "one of some strings": (
-        contract(n="str s", s='one of "a" or "b".'),
-        'legal: [N, 3] | 0 to 2^40 | > 0 | "a" or "b"',
-    ),
-    "one of some numbers": (
-        contract(n="int k", k="one of 1, 2 or 3."),
-        "got `one` in `one of 1, 2 or 3`",
-    ),
-    "both": (contract(n="int[2] s", s="(h, w), both >= 1."), "got `(` in `(h, w), both >= 1`"),
-    "only where": (
-        contract(n="int k", k='only where m is "a".'),
-        "expected a clause, or text that begins with a capital letter, got `only`",
-    ),
-    "not a dtype": (contract("[N]; float64; not float16."), "got `float16` in `not float16`"),
-    "cuda in lower case": (contract("[N]; float64; N < 5 on cuda."), "expected `CUDA`, got `cuda`"),
-    "an unknown dtype to read": (
-        contract("[N]; float32 read as float128."),
-        "expected a dtype, got `float128`",
-    ),
-    "a dtype that does not hold all numbers": (
-        contract("[N]; int64 read as int32."),
-        "expected integers read as int64",
-    ),
-    "an integer read as a float": (
-        contract("[N]; int64 read as float64."),
-        "expected integers read as int64",
-    ),
-    "a limit the wrong way round": (
-        contract("[N]; float64; 1 <= N."),
-        "expected a number, got `N` in `1 <= N`",
-    ),
-    "entries from 1": (
-        contract("[N]; int64; entries 1 <= j < N at row."),
-        "expected `0 <=`, since entries count from 0",
-    ),
-    "entries above 0": (
-        contract("[N]; int64; entries 0 < j < N at row."),
-        "expected `<=`, got `<`",
-    ),
-    "entries up to the size": (
-        contract("[N]; int64; entries 0 <= j <= N at row."),
-        "expected `<`, got `<=`",
-    ),
-    "two dtype clauses": (
-        contract("[N]; float32; float64."),
-        "a second clause of the same kind in `float64`",
-    ),
-    "a matrix as in C": (
-        contract("[N][K]; float64."),
-        "got `[` in `[N][K]`   legal: [N, 3] or [N, 3, 1] |",
-    ),
-    "a shape that is not closed": (contract("[N; float64."), "expected `]`, got `;`"),
-    "a string that is not closed": (
-        contract(n="str s", s='"a" or "b.'),
-        'expected a string in quotation marks, got `"b.`',
-    ),
-    "an unknown character": (
-        contract("[N]; float64; N × 2."),
-        "expected `<`, `<=`, `>` or `>=`, got `×`",
-    ),
-    "the same dtype twice": (contract("[N]; float64 or float64."), "the same twice"),
-    "the same string twice": (contract(n="str s", s='"a" or "a".'), "the same twice"),
-    "text that begins with a small letter": (
-        contract(n="float t", t="not a clause."),
-        "text that begins with a capital letter, got `not`",
-    ),
-    "a limit under a condition": (
-        contract("[N]; float64; N < 2^3 where k is large.", n="int k", k=">= 0."),
-        "expected `;`, or the full stop that ends the clauses, got `where`",
-    ),
-    "a clause of a tensor on a number": (
-        contract(n="int k", k="like x."),
-        "`k`: a clause of the kind `like`, but in f the argument is a int",
-    ),
-    "a clause of a number on a tensor": (
-        contract("[N]; float64; > 0."),
-        "a clause of the kind `bounds`",
-    ),
-    "strings for a number": (
-        contract(n="int k", k='"a" or "b".'),
-        "a clause of the kind `strings`",
-    ),
-    "a list for a number": (contract(n="int k", k="(h, w)."), "got `(` in `(h, w)`"),
-    "a number that a name follows": (
-        contract("[N]; float64; N < 2^40N."),
-        "got `N` in `N < 2^40N`",
-    ),
-    "a decimal point without digits": (
-        contract(n="float t", t="> 0. and < 1."),
-        "text begins with a capital letter, got `and < 1.`",
-    ),
-    "a single number": (contract(n="int k", k="5."), "expected `to`"),
-    "a formula for text": (contract(n="int k", k="N > 0."), "text that is no formula"),
-    "a limit with a unit": (
-        contract("[N]; float64; N < 5 rows."),
-        "expected `;`, or the full stop that ends the clauses, got `rows`",
-    ),
-    "a number behind a full stop": (
-        contract(n="int k", k=">= 0. 0 to 5."),
-        "text begins with a capital letter, got `0 to 5.`",
-    ),
-    "strings behind a full stop": (
-        contract(n="str s", s='"a" or "b". "c".'),
-        "text begins with a capital letter",
-    ),
-    "a dtype behind a full stop": (
-        contract("[N]; float64. float32."),
-        "text begins with a capital letter",
-    ),
-    "a shape behind a full stop": (
-        contract("[N]; float64. [N, 3]."),
-        "text begins with a capital letter",
-    ),
-    "a type with a stray bracket": (
-        contract(n="str] s", s='"a" or "b".'),
-        "expected ident but found",
-    ),
-    # lines
-    "a line that nothing uses": (
-        COPY + "\nlinaer y(x)",
-        "expected a clause, or text that begins with a capital letter, got `y`",
-    ),
-    "a tensor that nothing uses": (
-        COPY.replace("-> Tensor y", "-> Tensor y") + "\nz  [N]; float64.",
-        "line 4: `z`: no operator has it as an argument or a result",
-    ),
-    "an argument without a line": (contract(n="int k"), "no line describes its argument `k`"),
-    "a named result without a line": (
-        "f(Tensor x) -> Tensor z\nx  [N]; float64.",
-        "no line describes its result `z`",
-    ),
-    "a result without a name": (COPY.replace("Tensor y", "Tensor"), "its results have names"),
-    "a duplicate schema": ("f(Tensor x) -> Tensor y\n" + COPY, "line 2: `f`: a second schema"),
-    "a duplicate line": (COPY + "\nx  [N]; float64.", "line 4: `x`: a second line"),
-    "two lines vmap": (COPY + "\nvmap  joins N\nvmap  joins N", "line 5: `vmap`: a second line"),
-    "no schema": ("x  [N]; float64.", "expected a schema"),
-    "an indented line": ("  x  [N]; float64.", "at the line's beginning"),
-    "more than 24 lines": (
+# Contracts that are wrong, and what their errors say: {line of the tensor x: message}.
+WRONG_TENSORS = {
+    "[N]; float64. N >= 2.": "expected a clause, or text that is no formula",
+    "[N]; float64. constant.": "text begins with a capital letter, got `constant.`",
+    "[N, 2.5]; float64.": "expected an integer in `[N, 2.5]`",
+    "[N]; float64; not float16.": "got `float16` in `not float16`",
+    "[N]; float64; N < 5 on cuda.": "expected `CUDA`, got `cuda`",
+    "[N]; float32 read as float128.": "expected a dtype, got `float128`",
+    "[N]; int64 read as int32.": "expected integers read as int64",
+    "[N]; int64 read as float64.": "expected integers read as int64",
+    "[N]; float64; 1 <= N.": "expected a number, got `N` in `1 <= N`",
+    "[N]; int64; entries 1 <= j < N at row.": "expected `0 <=`, since entries count from 0",
+    "[N]; int64; entries 0 < j < N at row.": "expected `<=`, got `<`",
+    "[N]; int64; entries 0 <= j <= N at row.": "expected `<`, got `<=`",
+    "[N]; float32; float64.": "a second clause of the same kind in `float64`",
+    "[N][K]; float64.": "got `[` in `[N][K]`   legal: [N, 3] or [N, 3, 1] |",
+    "[N; float64.": "expected `]`, got `;`",
+    "[N]; float64; N × 2.": "expected `<`, `<=`, `>` or `>=`, got `×`",
+    "[N]; float64 or float64.": "the same twice",
+    "[N]; float64; > 0.": "a clause of the kind `bounds`",
+    "[N]; float64; N < 2^40N.": "got `N` in `N < 2^40N`",
+    "[N]; float64; N < 5 rows.": "expected `;`, or the full stop that ends the clauses, got `rows`",
+    "[N]; float64. float32.": "text begins with a capital letter",
+    "[N]; float64. [N, 3].": "text begins with a capital letter",
+    "[N]; like x.": "`like` is for a tensor that has dtypes",
+    "[N]; like z.": "no tensor is named z",
+    "[N].": "expected its dtype",
+    "[N]; float64; entries 0 <= j < N at row.": "entries are integers",
+    "[N]; uint8; entries -1 or 0 <= j < N at row.": "-1 is no entry of an unsigned dtype",
+    "[N]; int64; entries 0 <= j < N at frame, row.": "more positions behind `at` than dimensions",
+    "[N + N]; float64.": "a dimension of [N + N] cannot determine N",
+    "[2N]; float64.": "cannot determine N",
+    "[N + M]; float64.": "cannot determine N, M",
+    "[N]; int64; entries 0 <= j < M at row.": "has the size M",
+    "[N]; float64; N*M < 2^40.": "has the size M",
+    "[N, 3] or [M]; float64.": "lacks N",
+    "[N] or [N, 1, 1, 1, 1, 1, 1, 1, 1]; float64.": "more than 8 dimensions",
+    "[N*9223372036854775807*2]; float64.": "a number is too large",
+    "[N or 1]; float64.": "expected `]`, got `or`",
+}
+# {argument: its line: message}
+WRONG_NUMBERS = {
+    "int k: 0 to 2^64.": "line 3: `k`: a number is too large",
+    "int k: 0 to 2^80.": "a number is too large",
+    "int k: 0 to 99999999999999999999.": "a number is too large",
+    "int k: 0 to 2^3^4.": "got `^` in `0 to 2^3^4`",
+    "int k: 5 to 2.": "expected the lower number first in `5 to 2`",
+    "int k: > 0.5.": "expected integers, got 0.5",
+    "int k: 0 to five.": "expected a number, got `five`",
+    "int k: 0 to 5; 1 where absent.": "a second clause of the same kind in `1 where absent`",
+    "float t: > 1e-.": "got `e` in `> 1e-`",
+    "float t: < 2^2.5.": "expected an integer",
+    "float t: > 1.2.3.": "expected an integer",
+    "int k=7: 0 to 5.": "its own default 7",
+    "float t=0.0: > 0.": "its own default 0",
+    'str s="c": "a" or "b".': "refuses its own default",
+    "float t: < 1e999.": "got `e999`",
+    "int k: 0 to 1e6.": "got `e6`",
+    'str s: one of "a" or "b".': 'legal: [N, 3] | 0 to 2^40 | > 0 | "a" or "b"',
+    "int k: one of 1, 2 or 3.": "got `one` in `one of 1, 2 or 3`",
+    "int[2] s: (h, w), both >= 1.": "got `(` in `(h, w), both >= 1`",
+    'str s: "a" or "b.': 'expected a string in quotation marks, got `"b.`',
+    'str s: "a" or "a".': "the same twice",
+    "float t: not a clause.": "text that begins with a capital letter, got `not`",
+    "int k: like x.": "`k`: a clause of the kind `like`, but in f the argument is a int",
+    'int k: "a" or "b".': "a clause of the kind `strings`",
+    "int k: (h, w).": "got `(` in `(h, w)`",
+    "float t: > 0. and < 1.": "text begins with a capital letter, got `and < 1.`",
+    "int k: 5.": "expected `to`",
+    "int k: N > 0.": "text that is no formula",
+    "int k: >= 0. 0 to 5.": "text begins with a capital letter, got `0 to 5.`",
+    'str s: "a" or "b". "c".': "text begins with a capital letter",
+    'str] s: "a" or "b".': "expected ident but found",
+    "int? k: >= 0.": "kernels take no int? `k`",
+    "Scalar k: Text.": "kernels take no Scalar `k`",
+    "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
+}
+# A contract, with bars between its lines, and below it the message.
+WRONG_CONTRACTS = """
+f(Tensor x, Tensor e) -> Tensor y | x [N]; float64. | e [...]; int64; entries 0 <= j < N at row. | y [N]; like x.
+    `at` names the dimensions of entries
+f(Tensor w, Tensor? x=None) -> Tensor x | w [N]; float64. | x [N]; like w.
+    a result is always there
+f(Tensor x) -> Tensor y | x [N]; int64. entries 0 <= j < N at row. | y [N]; like x.
+    text begins with a capital letter, got `entries 0 <= j < N a`
+f(Tensor x, Tensor? e) -> Tensor y | x [N]; float64. | e [...]; int64; entries 0 <= j < N; 0 where absent. | y [N]; like x.
+    got `where` in `0 where absent`
+f.a(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    expected a name without a point
+f(Tensor x, ...) -> Tensor y | x [N]; float64. | y [N]; like x.
+    and no `...`
+f(Tensor x) -> () | x [N]; float64.
+    expected a result
+f(Tensor x, int k) -> Tensor y | x [N]; float64. | k only where m is "a". | y [N]; like x.
+    expected a clause, or text that begins with a capital letter, got `only`
+f(Tensor x, int k) -> Tensor y | x [N]; float64; N < 2^3 where k is large. | k >= 0. | y [N]; like x.
+    expected `;`, or the full stop that ends the clauses, got `where`
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | linaer y(x)
+    expected a clause, or text that begins with a capital letter, got `y`
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | z [N]; float64.
+    line 4: `z`: no operator has it as an argument or a result
+f(Tensor x, int k) -> Tensor y | x [N]; float64. | y [N]; like x.
+    no line describes its argument `k`
+f(Tensor x) -> Tensor z | x [N]; float64.
+    no line describes its result `z`
+f(Tensor x) -> Tensor | x [N]; float64. | y [N]; like x.
+    its results have names
+f(Tensor x) -> Tensor y | f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 2: `f`: a second schema
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | x [N]; float64.
+    line 4: `x`: a second line
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins N | vmap joins N
+    line 5: `vmap`: a second line
+x [N]; float64.
+    expected a schema
+f(Tensor x, Tensor z) -> Tensor y | x [N]; like z. | z [N]; float64. | y [N]; like x.
+    `y`: `like` is for a tensor that has dtypes
+f(Tensor x, int k) -> Tensor y | x [N]; like k. | k >= 0. | y [N]; like x.
+    no tensor is named k
+f(Tensor x) -> Tensor y | x [N]; float64. | y [M]; like x.
+    no argument that is always given has the size M in f
+f(Tensor x, Tensor? z) -> Tensor y | x [N]; float64. | z [M]; like x. | y [M]; like x.
+    has the size M
+f(Tensor x) -> Tensor y | g(Tensor x, Tensor z) -> Tensor y | x [N]; float64. | z [M]; like x. | y [M]; like x.
+    has the size M in f
+f(Tensor x, Tensor z) -> Tensor y | x [N + M]; float64. | z [M]; like x. | y [N]; like x.
+    cannot determine
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N] or [N, 1]; like x.
+    a result has one shape
+f(Tensor x) -> int | x [N]; float64.
+    kernels return no int, only Tensor
+f(Tensor(a!) x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    would be changed
+f(Tensor x, Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    two arguments `x`
+f(Tensor x) | x [N]; float64.
+    expected `-> ` and the results
+f(int n) -> Tensor y | n >= 0. | y [n]; float64.
+    a kernel has a tensor as an argument that is always given
+f(Tensor? x) -> Tensor y | x [N]; float64. | y []; float64.
+    a kernel has a tensor as an argument that is always given
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins M
+    no tensor above has the size M
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap N
+    expected `joins`, got `N`
+"""
+
+
+def wrong_contracts():
+    yield from OPTIONAL.values()
+    yield "  x  [N]; float64.", "at the line's beginning"
+    yield (
         tensors(
             f"f({', '.join(f'Tensor x{i}' for i in range(30))}) -> Tensor y",
             **{f"x{i}": "[N]; float64." for i in range(30)},
         ),
         "line 26: `x24`: more than 24 lines",
-    ),
-    "more than 24 sizes": (
+    )
+    yield (
         contract(f"[{', '.join(f'N{i}' for i in range(30))}]; float64."),
         "line 2: `x`: more than 24 sizes",
-    ),
-    # dtypes
-    "like a tensor that has no dtypes": (
-        tensors(
-            "f(Tensor x, Tensor z) -> Tensor y",
-            x="[N]; like z.",
-            z="[N]; float64.",
-            y="[N]; like x.",
-        ),
-        "`y`: `like` is for a tensor that has dtypes",
-    ),
-    "like itself": (contract("[N]; like x."), "`like` is for a tensor that has dtypes"),
-    "like an unknown tensor": (contract("[N]; like z."), "no tensor is named z"),
-    "like a number": (contract("[N]; like k.", n="int k", k=">= 0."), "no tensor is named k"),
-    "no dtype": (contract("[N]."), "expected its dtype"),
-    "entries of a float": (
-        contract("[N]; float64; entries 0 <= j < N at row."),
-        "entries are integers",
-    ),
-    "-1 of an unsigned dtype": (
-        contract("[N]; uint8; entries -1 or 0 <= j < N at row."),
-        "-1 is no entry of an unsigned dtype",
-    ),
-    "more positions than dimensions": (
-        contract("[N]; int64; entries 0 <= j < N at frame, row."),
-        "more positions behind `at` than dimensions",
-    ),
-    # sizes
-    "a size that a sum cannot set": (
-        contract("[N + N]; float64."),
-        "a dimension of [N + N] cannot determine N",
-    ),
-    "a size that a multiple cannot set": (contract("[2N]; float64."), "cannot determine N"),
-    "two sizes in a sum": (contract("[N + M]; float64."), "cannot determine N, M"),
-    "a size of no argument": (
-        tensors("f(Tensor x) -> Tensor y", x="[N]; float64.", y="[M]; like x."),
-        "no argument that is always given has the size M in f",
-    ),
-    "a size of an optional tensor": (
-        tensors(
-            "f(Tensor x, Tensor? z) -> Tensor y",
-            x="[N]; float64.",
-            z="[M]; like x.",
-            y="[M]; like x.",
-        ),
-        "has the size M",
-    ),
-    "a size of another operator's argument": (
-        tensors(
-            "f(Tensor x) -> Tensor y\ng(Tensor x, Tensor z) -> Tensor y",
-            x="[N]; float64.",
-            z="[M]; like x.",
-            y="[M]; like x.",
-        ),
-        "has the size M in f",
-    ),
-    "a size of a later line": (
-        tensors(
-            "f(Tensor x, Tensor z) -> Tensor y",
-            x="[N + M]; float64.",
-            z="[M]; like x.",
-            y="[N]; like x.",
-        ),
-        "cannot determine",
-    ),
-    "entries below an unknown size": (
-        contract("[N]; int64; entries 0 <= j < M at row."),
-        "has the size M",
-    ),
-    "a limit of an unknown size": (contract("[N]; float64; N*M < 2^40."), "has the size M"),
-    "another shape of another size": (contract("[N, 3] or [M]; float64."), "lacks N"),
-    "more than 8 dimensions": (
-        contract("[N] or [N, 1, 1, 1, 1, 1, 1, 1, 1]; float64."),
-        "more than 8 dimensions",
-    ),
-    "a result of two shapes": (
-        tensors("f(Tensor x) -> Tensor y", x="[N]; float64.", y="[N] or [N, 1]; like x."),
-        "a result has one shape",
-    ),
-    "a product of sizes that is too large": (
-        contract("[N*9223372036854775807*2]; float64."),
-        "a number is too large",
-    ),
-    "a dimension that may be 1": (contract("[N or 1]; float64."), "expected `]`, got `or`"),
-    # schemas
-    "an optional integer": (contract(n="int? k", k=">= 0."), "kernels take no int? `k`"),
-    "a Scalar": (contract(n="Scalar k", k="Text."), "kernels take no Scalar `k`"),
-    "a list of tensors": (contract(n="Tensor[] k", k="Text."), "kernels take no Tensor[] `k`"),
-    "an integer as the result": (
-        "f(Tensor x) -> int\nx  [N]; float64.",
-        "kernels return no int, only Tensor",
-    ),
-    "an argument that is changed": (
-        contract().replace("Tensor x", "Tensor(a!) x"),
-        "would be changed",
-    ),
-    "an argument twice": (contract(n="Tensor x"), "two arguments `x`"),
-    "no results": ("f(Tensor x)\nx  [N]; float64.", "expected `-> ` and the results"),
-    "no tensor": (
-        "f(int n) -> Tensor y\nn  >= 0.\ny  [n]; float64.",
-        "a kernel has a tensor as an argument that is always given",
-    ),
-    "only optional tensors": (
-        tensors("f(Tensor? x) -> Tensor y", x="[N]; float64.", y="[]; float64."),
-        "a kernel has a tensor as an argument that is always given",
-    ),
-    # derivatives
-    # vmap
-    "vmap of an unknown size": (COPY + "\nvmap  joins M", "no tensor above has the size M"),
-    "vmap without joins": (COPY + "\nvmap  N", "expected `joins`, got `N`"),
-}
+    )
+    for line, message in WRONG_TENSORS.items():
+        yield contract(line), message
+    for argument, message in WRONG_NUMBERS.items():
+        schema, _, line = argument.partition(": ")
+        name = schema.split()[-1].partition("=")[0]
+        yield contract(n=schema, **{name: line}), message
+    lines = WRONG_CONTRACTS.strip().splitlines()
+    for text, message in zip(lines[::2], lines[1::2], strict=True):
+        yield text.replace(" | ", "\n"), message.strip()
 
 
 README = (ROOT / "contracts" / "README.md").read_text()
@@ -488,9 +321,8 @@ def test_a_right_contract_is_read(case, read):
     assert read({**RIGHT, **RIGHT_KERNELS}[case]) == "ok"
 
 
-@pytest.mark.parametrize("case", [*WRONG, *WRONG_KERNELS])
-def test_a_wrong_contract_is_refused_with_its_line_and_reason(case, read):
-    text, message = {**WRONG, **WRONG_KERNELS}[case]
+@pytest.mark.parametrize("text, message", [*wrong_contracts(), *WRONG_KERNELS.values()])
+def test_a_wrong_contract_is_refused_with_its_line_and_reason(text, message, read):
     answer = read(text).replace("\n", " ")
     assert answer.startswith("line ")
     assert message in answer
