@@ -1,8 +1,4 @@
 // CPU kernel of warp_perspective: the result.
-#if defined(__AVX512VBMI__) && !defined(__clang__)
-#include <immintrin.h>
-#define WARP_WINDOWS
-#endif
 #include "memory.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
@@ -19,6 +15,75 @@ template <class Pixel>
   for (int64_t i = 0; i < count; ++i) to[i] = from[offset[i]];
   if (kWide) std::memcpy(out, pixels, count * sizeof(Pixel));
 }
+
+// The sources of the pixels of a row that are inside. At a distance d from the first of them,
+//
+//   x = x(0) + slope_x * d / (1 + bend * d)
+//
+// because X(d) - x(0) * W(d) is linear in d and 0 at d = 0. This has half the operations of
+// project(), and errors of some ulps. So it serves weights of float32 alone.
+struct Path {
+  int64_t begin;
+  double x, y, slope_x, slope_y, bend;
+  bool is_accurate;
+
+  Path(const double* m, const Row& row, const WarpSizes& sizes, const Strides& strides)
+      : begin(row.inside.begin) {
+    const Source first = project(m, row.start, static_cast<double>(begin));
+    const double reciprocal = 1 / first.w;
+    x = first.x;
+    y = first.y;
+    slope_x = fma(-x, m[6], m[0]) * reciprocal;
+    slope_y = fma(-y, m[6], m[3]) * reciprocal;
+    bend = m[6] * reciprocal;
+    // Near the horizon, errors grow with the ratio of W at both ends. Otherwise they are less than
+    // 2^-33 in an image of 2^15 x 2^15 pixels.
+    const double count = static_cast<double>(row.inside.end - begin);
+    const double ratio = fma(bend, count, 1.0), last = (count - 1) / fma(bend, count - 1, 1.0);
+    is_accurate = ratio > 0.25 && ratio < 4 && fabs(slope_x) + fabs(slope_y) < kFar &&
+                  std::max(sizes.height, sizes.width) <= 1 << 15 &&
+                  strides.x + strides.y < 1 << 29 &&
+                  is_within(x, fma(last, slope_x, x), sizes.width) &&
+                  is_within(y, fma(last, slope_y, y), sizes.height);
+  }
+
+  // Return true if errors and the rounding of locate() keep the taps of a row in the image. The
+  // coordinates of a row are between those of its ends.
+  static bool is_within(double first, double last, int64_t size) {
+    return std::min(first, last) >= 0x1p-30 &&
+           std::max(first, last) <= static_cast<double>(size - 1) - 0x1p-30;
+  }
+
+  // Find the taps of the `count` pixels from u on. Adding kFixed rounds a coordinate to a multiple
+  // of 2^-32, so that pixel centres remain pixel centres. The low 32 bits are then the fraction.
+  [[gnu::noinline]] void locate(int64_t u, int64_t count, const Strides& strides,
+                                Taps<float>& taps) const {
+    constexpr double kFixed = 0x1.8p20;
+    const auto whole = [](double position) {
+      return bits_of<double>(bits_of<int64_t>(position) & ~int64_t{0xffffffff});
+    };
+    const double first_x = x + kFixed, first_y = y + kFixed;
+    const double first_offset = strides.first - kFixed * (strides.x + strides.y);
+    const double first_d = static_cast<double>(u - begin);
+    const int n = static_cast<int>(count), half = (n + 1) / 2;
+    // Two pixels share a division, which takes as long as all else. They have a loop of their own,
+    // because a processor's scheduler holds few operations that wait for a division.
+    double quotient[kTileWidth];
+    for (int i = 0; i < half; ++i) {
+      const double d = first_d + i, e = d + half;
+      const double a = fma(bend, d, 1.0), b = fma(bend, e, 1.0), reciprocal = 1 / (a * b);
+      quotient[i] = d * b * reciprocal;
+      quotient[half + i] = e * a * reciprocal;
+    }
+    for (int i = 0; i < n; ++i) {
+      const double at_x = fma(quotient[i], slope_x, first_x), whole_x = whole(at_x);
+      const double at_y = fma(quotient[i], slope_y, first_y), whole_y = whole(at_y);
+      taps.offset[i] = to_int64(fma(whole_y, strides.y, fma(whole_x, strides.x, first_offset)));
+      taps.weight_x[i] = static_cast<float>(at_x - whole_x);
+      taps.weight_y[i] = static_cast<float>(at_y - whole_y);
+    }
+  }
+};
 
 // Interpolate pixels from their taps.
 template <class Pixel, class Weight>
@@ -42,152 +107,62 @@ inline Vector load(const From* from) {
   return to;
 }
 
-#ifdef WARP_WINDOWS
-// A part of the image, three rows of kColumns pixels, with all taps of kPixels neighbouring pixels.
-// A mild map has such a window. Whole registers of it are loaded, and permuted to the pixels' taps.
-struct Window {
-  static constexpr int64_t kPixels = 16, kRows = 3;
-  typedef int32_t Ints __attribute__((vector_size(64)));
-  Ints column, is_low;  // the upper left taps' columns, and -1 if they are in the second row
-
-  int64_t base;
-  bool has_all;
-
-  // `columns` is the width of the window.
-  template <class Pixel>
-  Window(const Plane<Pixel>& plane, const int64_t* offset, int32_t columns) {
-    // Between the first and the last pixel, the offset grows by a few columns and at most a row.
-    const int64_t low = std::min(offset[0], offset[kPixels - 1]);
-    const int64_t high = std::max(offset[0], offset[kPixels - 1]), pitch = plane.stride_y;
-    base = high - low < columns ? low : std::min(low, high - pitch);
-    has_all = plane.stride_x == 1 && base >= 0 && pitch >= 2 * columns && pitch < 1 << 30 &&
-              high - base < 2 * pitch &&
-              base + (kRows - 1) * pitch + columns <= (plane.height - 1) * pitch + plane.width;
-    if (!has_all) return;
-    typedef int64_t Longs __attribute__((vector_size(64)));
-    typedef int32_t Half __attribute__((vector_size(32)));
-    const auto eight = [&](const int64_t* from) {
-      return __builtin_convertvector(load<Longs>(from) - base, Half);
-    };
-    const Ints moved = __builtin_shufflevector(eight(offset), eight(offset + 8), 0, 1, 2, 3, 4, 5,
-                                               6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    is_low = moved >= static_cast<int32_t>(pitch);
-    column = moved - (is_low & static_cast<int32_t>(pitch));
-    const Ints is_wrong = (column < 0) | (column > columns - 2);
-    has_all = _mm512_movepi32_mask((__m512i)is_wrong) == 0;
-  }
-};
-#endif
-
 // Interpolate float32 pixels with their taps in registers. Return false if this is not possible.
 #if !__has_builtin(__builtin_shufflevector)  // GCC before 12
 bool blend_vectors(const Plane<float>&, const Taps<float>&, int64_t, float*) { return false; }
 #else
 constexpr int64_t kLanes = 8;
-typedef double Doubles2 __attribute__((vector_size(16)));
-typedef float Floats4 __attribute__((vector_size(16)));
+typedef double Pairs4 __attribute__((vector_size(32)));
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
-
-// Load two pairs of neighbouring pixels. Loads of pairs are quicker than gathers, above all on
-// Zen 4.
-inline Floats4 two_pairs(const float* from, const int64_t* offset) {
-  double a, b;
-  std::memcpy(&a, from + offset[0], sizeof a);
-  std::memcpy(&b, from + offset[1], sizeof b);
-  return (Floats4)Doubles2{a, b};
-}
-
-// Load the pairs at offset[0], [1], [4] and [5].
-inline Floats four_pairs(const float* from, const int64_t* offset) {
-  return __builtin_shufflevector(two_pairs(from, offset), two_pairs(from, offset + 4),  //
-                                 0, 1, 2, 3, 4, 5, 6, 7);
-}
-
-// Blend the pixels' taps: left and right pixels of the upper and of the lower row.
-template <class Vector>
-inline void blend_taps(const Vector (&upper)[2], const Vector (&lower)[2], const Taps<float>& taps,
-                       int64_t i, float* out) {
-  const auto x = load<Vector>(taps.weight_x + i), y = load<Vector>(taps.weight_y + i);
-  const Vector zero = {};
-  const auto along_x = [&](const Vector& left, const Vector& right) {
-    return multiply_add(x, x > 0 ? right : zero, (1 - x) * left);
-  };
-  const Vector top = along_x(upper[0], upper[1]), bottom = along_x(lower[0], lower[1]);
-  const Vector sum = multiply_add(y, y > 0 ? bottom : zero, (1 - y) * top);
-  std::memcpy(out + i, &sum, sizeof sum);
-}
 
 bool blend_vectors(const Plane<float>& plane, const Taps<float>& taps, int64_t count, float* out) {
   if (plane.stride_x != 1 || count < kLanes) return false;
-  int64_t done = 0;
-#ifdef WARP_WINDOWS
-  for (; done + Window::kPixels <= count; done += Window::kPixels) {
-    const Window window(plane, taps.offset + done, 32);
-    if (!window.has_all) break;
-    typedef float Wide __attribute__((vector_size(64)));
-    Wide rows[3][2];
-    for (int r = 0; r < 3; ++r) {
-      const float* from = plane.data + window.base + r * plane.stride_y;
-      const Wide head = load<Wide>(from), tail = load<Wide>(from + 16);
-      for (int k = 0; k < 2; ++k) rows[r][k] = __builtin_shuffle(head, tail, window.column + k);
-    }
-    const auto is_low = window.is_low;
-    const Wide upper[2] = {is_low ? rows[1][0] : rows[0][0], is_low ? rows[1][1] : rows[0][1]};
-    const Wide lower[2] = {is_low ? rows[2][0] : rows[1][0], is_low ? rows[2][1] : rows[1][1]};
-    blend_taps(upper, lower, taps, done, out);
-  }
-#endif
+  const float* const lines[2] = {plane.data, plane.data + plane.stride_y};
   // The last block overlaps the one before it, so that it is full.
-  for (int64_t end = done + kLanes; end < count + kLanes; end += kLanes) {
+  for (int64_t end = kLanes; end < count + kLanes; end += kLanes) {
     const int64_t i = std::min(end, count) - kLanes;
-    Floats rows[2][2];
+    const int64_t* offset = taps.offset + i;
+    Floats rows[2][2];  // the left and the right taps of the upper and of the lower row
     for (int r = 0; r < 2; ++r) {
-      const float* from = plane.data + r * plane.stride_y;
-      const Floats ab = four_pairs(from, taps.offset + i);
-      const Floats cd = four_pairs(from, taps.offset + i + 2);
+      // Loads of pairs of pixels are quicker than gathers, above all on Zen 4.
+      const auto pair = [&](int k) { return load<double>(lines[r] + offset[k]); };
+      const auto ab = (Floats)Pairs4{pair(0), pair(1), pair(4), pair(5)};
+      const auto cd = (Floats)Pairs4{pair(2), pair(3), pair(6), pair(7)};
       rows[r][0] = __builtin_shufflevector(ab, cd, 0, 2, 8, 10, 4, 6, 12, 14);
       rows[r][1] = __builtin_shufflevector(ab, cd, 1, 3, 9, 11, 5, 7, 13, 15);
     }
-    blend_taps(rows[0], rows[1], taps, i, out);
+    const auto x = load<Floats>(taps.weight_x + i), y = load<Floats>(taps.weight_y + i);
+    const Floats zero = {};
+    const auto along_x = [&](const Floats& left, const Floats& right) {
+      return multiply_add(x, x > 0 ? right : zero, (1 - x) * left);
+    };
+    const Floats top = along_x(rows[0][0], rows[0][1]), bottom = along_x(rows[1][0], rows[1][1]);
+    const Floats sum = multiply_add(y, y > 0 ? bottom : zero, (1 - y) * top);
+    std::memcpy(out + i, &sum, sizeof sum);
   }
   return true;
 }
 #endif
 
-// Read the four taps of each pixel into the bytes of a word.
+// Read the taps a b c d of each pixel into the bytes of a word, four pixels at a time.
 void read_words(const Plane<uint8_t>& plane, const int64_t* offset, int64_t count,
                 uint32_t* words) {
-#ifdef WARP_WINDOWS
-  typedef uint8_t Bytes __attribute__((vector_size(64)));
-  for (; count >= Window::kPixels; count -= Window::kPixels) {
-    const Window window(plane, offset, 64);
-    if (!window.has_all) break;
-    const uint8_t* from = plane.data + window.base;
-    // Bytes 0 to 63 are in the upper row, bytes 64 to 127 in the lower row.
-    const auto order = (Bytes)(window.column * 0x01010101 + 0x41400100);
-    const auto first = load<Bytes>(from), second = load<Bytes>(from + plane.stride_y);
-    const auto third = load<Bytes>(from + 2 * plane.stride_y);
-    const auto upper = (Window::Ints)__builtin_shuffle(first, second, order);
-    const auto lower = (Window::Ints)__builtin_shuffle(second, third, order);
-    const Window::Ints taps = window.is_low ? lower : upper;
-    std::memcpy(words, &taps, sizeof taps);
-    offset += Window::kPixels;
-    words += Window::kPixels;
-  }
-#endif
+  // Inserted into a register, pairs need neither shifts nor a store each.
+  typedef uint16_t Pairs8 __attribute__((vector_size(16)));
   const auto read = [&](const auto& pair) {
+    for (int64_t i = 0; i < count; i += 4) {
+      Pairs8 pairs = {};
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < count; ++i) {
-      const uint8_t* from = plane.data + offset[i];
-      words[i] = pair(from) | uint32_t(pair(from + plane.stride_y)) << 16;
+      for (int64_t k = 0; k < 4; ++k) {
+        const uint8_t* from = plane.data + offset[i + k];
+        pairs[2 * k] = pair(from);
+        pairs[2 * k + 1] = pair(from + plane.stride_y);
+      }
+      std::memcpy(words + i, &pairs, sizeof pairs);
     }
   };
   if (plane.stride_x == 1)
-    read([](const uint8_t* from) {
-      uint16_t two;
-      std::memcpy(&two, from, sizeof two);
-      return two;
-    });
+    read([](const uint8_t* from) { return load<uint16_t>(from); });
   else
     read([&](const uint8_t* from) -> uint16_t { return from[0] | from[plane.stride_x] << 8; });
 }
@@ -201,18 +176,19 @@ void read_words(const Plane<uint8_t>& plane, const int64_t* offset, int64_t coun
 bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* weight_y,
                    int64_t count, uint8_t* out) {
   constexpr float kSure = 0.5f - 6 * 0x1p-17f;
-  int32_t doubts = 0;
+  constexpr float kInt32 = 0x1.8p23f;  // rounds a number to an integer, which is in the low bits
+  int32_t worst = 0;                   // the largest distance from an integer, as bits
   for (int64_t i = 0; i < count; ++i) {
     const float x = weight_x[i], y = weight_y[i];
     const int32_t word = static_cast<int32_t>(taps[i]);
     const auto tap = [&](int k) { return static_cast<float>(word >> 8 * k & 255); };
     const float a = tap(0), b = tap(1), c = tap(2), d = tap(3);
     const float top = fma(x, b - a, a), bottom = fma(x, d - c, c), sum = fma(y, bottom - top, top);
-    const float whole = rint(sum);
-    doubts |= fabs(sum - whole) > kSure ? 1 : 0;
-    out[i] = static_cast<uint8_t>(static_cast<int32_t>(whole));
+    const float whole = sum + kInt32;
+    worst = std::max(worst, bits_of<int32_t>(fabs(sum - (whole - kInt32))));
+    out[i] = static_cast<uint8_t>(bits_of<int32_t>(whole));
   }
-  return doubts == 0;
+  return worst <= bits_of<int32_t>(kSure);
 }
 
 template <class Pixel, class Fraction>
@@ -242,6 +218,7 @@ struct Result {
   int64_t n;
   Pixel* out;  // at [n, 0, 0, 0]
   const WarpSizes& sizes = in.sizes;
+  const Strides strides{in.image_stride[2], in.image_stride[3], 0};
 
   // Pixels of a row that are inside. Their taps serve all channels.
   struct Run {
@@ -307,7 +284,7 @@ struct Result {
       read_words(from, run.taps.offset, count, words);
       if (blend_quickly(words, run.taps.weight_x, run.taps.weight_y, count, to)) return;
       Taps<double> exact;
-      exact.locate(map.m, *run.row, run.begin, count, false, {from.stride_y, from.stride_x, 0});
+      exact.locate(map.m, *run.row, run.begin, count, false, strides);
       pairs.read(from, exact.offset, count);
       blend(pairs, exact.weight_x, exact.weight_y, count, to);
     } else {
@@ -318,11 +295,11 @@ struct Result {
     }
   }
 
-  void sample_inside(const Run& run, int64_t c, int64_t step) const {
+  void sample_inside(const Run& run, int64_t c, bool is_steep) const {
     if (run.count == 0) return;
     const Plane<Pixel> from = plane(c);
     Pixel* to = pixels(c, run.v, run.begin);
-    if (c + 1 < sizes.channels) run.taps.prefetch(plane(c + 1).data, run.count, step);
+    if (c + 1 < sizes.channels) run.taps.prefetch(plane(c + 1), run.count, is_steep);
     // Cubic sums of uint8 have weights of float64, linear ones of float32.
     constexpr bool kByte = std::is_same_v<Pixel, uint8_t>;
     constexpr bool kIsCubic = kByte && std::is_same_v<Weight, double>;
@@ -341,24 +318,27 @@ struct Result {
   // cache.
   void compute_strip(int64_t top) const {
     const std::vector<Row> rows = rows_of_strip(map, top, sizes);
+    std::vector<Path> paths;
+    for (const Row& row : rows) paths.emplace_back(map.m, row, sizes, strides);
     const int64_t height = static_cast<int64_t>(rows.size());
     const double u = static_cast<double>(sizes.out_width) / 2;
     const double rise = project(map.m, rows[0].start, u + 8).y - project(map.m, rows[0].start, u).y;
     const bool is_steep = !(fabs(rise) < 1);
-    const int64_t tile = is_steep ? kTileHeight : kFlatHeight, step = is_steep ? 4 : 16;
+    const int64_t tile = is_steep ? kTileHeight : kFlatHeight;
     const Scratch<Run> runs(tile);
     for (int64_t first = 0; first < height; first += tile)
       for (int64_t left = 0; left < sizes.out_width; left += kTileWidth) {
         const int64_t end = std::min(first + tile, height);
         for (int64_t i = first; i < end; ++i)
-          begin_row(rows[i], top + i, left, step, runs.get()[i - first]);
+          begin_row(rows[i], paths[i], top + i, left, is_steep, runs.get()[i - first]);
         for (int64_t c = 0; c < sizes.channels; ++c)
-          for (int64_t i = first; i < end; ++i) sample_inside(runs.get()[i - first], c, step);
+          for (int64_t i = first; i < end; ++i) sample_inside(runs.get()[i - first], c, is_steep);
       }
   }
 
   // Compute the pixels of a row of a tile that are not inside, and locate the others.
-  void begin_row(const Row& row, int64_t v, int64_t left, int64_t step, Run& run) const {
+  void begin_row(const Row& row, const Path& path, int64_t v, int64_t left, bool is_steep,
+                 Run& run) const {
     run.count = 0;
     row.visit(
         left, std::min(left + kTileWidth, sizes.out_width),
@@ -371,15 +351,20 @@ struct Result {
         },
         [&](int64_t begin, int64_t end) {
           // A row with a horizon may have a second run in this tile.
-          for (int64_t c = 0; c < sizes.channels; ++c) sample_inside(run, c, step);
+          for (int64_t c = 0; c < sizes.channels; ++c) sample_inside(run, c, is_steep);
           run.row = &row.start;
           run.v = v;
           run.begin = begin;
           run.count = end - begin;
-          run.taps.locate(map.m, row.start, begin, run.count,
-                          sizes.interpolation == Interpolation::kNearest,
-                          {in.image_stride[2], in.image_stride[3], 0});
-          run.taps.prefetch(plane(0).data, run.count, step);
+          const bool is_quick = sizes.interpolation == Interpolation::kLinear && path.is_accurate;
+          if constexpr (std::is_same_v<Weight, float>)
+            if (is_quick) path.locate(begin, run.count, strides, run.taps);
+          if (!is_quick || !std::is_same_v<Weight, float>)
+            run.taps.locate(map.m, row.start, begin, run.count,
+                            sizes.interpolation == Interpolation::kNearest, strides);
+          // read_words() reads whole blocks.
+          std::fill_n(run.taps.offset + run.count, -run.count & 3, run.taps.offset[run.count - 1]);
+          run.taps.prefetch(plane(0), run.count, is_steep);
         });
   }
 };
@@ -419,4 +404,3 @@ template void warp_perspective(const WarpInputs<float>&, const float*, float*);
 template void warp_perspective(const WarpInputs<double>&, const double*, double*);
 
 }  // namespace calcops::ops::warp_perspective
-#undef WARP_WINDOWS

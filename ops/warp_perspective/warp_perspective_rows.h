@@ -183,15 +183,21 @@ template <int kTaps>
   return locate(source, sizes, sizes.border, cell);
 }
 
+template <class Bits, class Number>
+inline Bits bits_of(Number x) {
+  Bits bits;
+  static_assert(sizeof bits == sizeof x);
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
 // Return n for x = kInt64 + n, where n is an integer and |n| < 2^51. Unlike a conversion of double
 // to int64_t, this is vectorised on all processors.
 constexpr double kInt64 = 0x1.8p52;
 
 inline int64_t to_int64(double x) {
   constexpr int64_t kBits = 0x4338000000000000;  // of kInt64
-  int64_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits - kBits;
+  return bits_of<int64_t>(x) - kBits;
 }
 
 // The distances between neighbouring taps in memory. `first` is the offset of position (0, 0), to
@@ -212,10 +218,15 @@ struct Taps {
   int64_t offset[kTileWidth];
   Real weight_x[kTileWidth], weight_y[kTileWidth];
 
-  // Prefetch every `step`-th of a channel's taps.
+  // Prefetch a channel's taps. Inlined, because GCC removes a call that only prefetches.
   template <class Pixel>
-  void prefetch(const Pixel* plane, int64_t count, int64_t step) const {
-    for (int64_t i = 0; i < count; i += step) __builtin_prefetch(plane + offset[i]);
+  [[gnu::always_inline]] void prefetch(const Plane<Pixel>& plane, int64_t count,
+                                       bool is_steep) const {
+    for (int64_t i = 0; i < count; i += is_steep ? 4 : 16) {
+      __builtin_prefetch(plane.data + offset[i]);
+      // Where the map is steep, the lower tap is the upper tap of another row of the tile.
+      if (!is_steep) __builtin_prefetch(plane.data + offset[i] + plane.stride_y);
+    }
   }
 
   // Find the taps of the `count` pixels from u on, which are all inside.
@@ -277,7 +288,7 @@ inline Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
 // Return four pixels of a row as numbers.
 template <class Four, class Pixel>
 inline Four read_four(const Pixel* from, int64_t stride) {
-  Four four;
+  Four four = {};
   if constexpr (std::is_arithmetic_v<Pixel>) {
     if (stride == 1) {
       typedef Pixel Pixels __attribute__((vector_size(4 * sizeof(Pixel))));
