@@ -52,7 +52,11 @@ bool Value::wants_checks() const {
   return is_readable() && calcops::wants_checks(ivalue_of(*this).toTensor());
 }
 
-bool Value::is_on_cuda() const { return ivalue_of(*this).toTensor().is_cuda(); }
+// The emulation of CUDA (tests/operators/cuda_on_cpu) rewrites this, so the tensor has a name.
+bool Value::is_on_cuda() const {
+  const Tensor& x = ivalue_of(*this).toTensor();
+  return x.is_cuda();
+}
 
 int64_t Value::item() const {
   const IValue& value = ivalue_of(*this);
