@@ -52,6 +52,7 @@ bool Value::wants_checks() const {
   return is_readable() && calcops::wants_checks(ivalue_of(*this).toTensor());
 }
 
+// The emulation of CUDA (tests/operators/cuda_on_cpu) rewrites this, so the tensor has a name.
 bool Value::is_on_cuda() const {
   const Tensor& x = ivalue_of(*this).toTensor();
   return x.is_cuda();
