@@ -134,14 +134,16 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     try:
         folder = _fresh(_folder(request, slot))
         for _ in range(3):
-            archive = None
-            if request.product.endswith(".so"):
-                archive = _runtime(request, folder)
-                shutil.copyfile(archive.path, f"{folder}/runtime.a")  # `clean` may remove it
-            product, inputs = _compile(request, folder, f"{folder}/runtime.a" if archive else "")
+            units = _runtime(request, folder) if request.product.endswith(".so") else []
+            archives = [f"{folder}/{os.path.basename(unit.path)}" for unit in units]
+            for unit, archive in zip(units, archives):
+                shutil.copyfile(unit.path, archive)  # `clean` may remove it
+            product, inputs = _compile(request, folder, archives)
             try:
                 inputs.check(request)  # no file was saved meanwhile
-                return product, inputs.merged(archive.inputs) if archive else inputs
+                for unit in units:
+                    inputs = inputs.merged(unit.inputs)
+                return product, inputs
             except Changed as change:
                 evidence = str(change)
     except OSError as error:
@@ -176,24 +178,33 @@ def _fresh(folder: str) -> str:
     return folder
 
 
-def _runtime(request: Request, folder: str) -> Generation:
-    """Return the runtime. If it must be compiled, so are the sources, at the same time.
+def _runtime(request: Request, folder: str) -> list[Generation]:
+    """Return the units of the runtime. If one must be compiled, so are the sources meanwhile.
+
+    Sources without contracts do not wait for the larger unit. It is linked if it is there.
 
     A thread would not do. It would fork while this one holds a lock, such as that of an import, and
     nobody would release the lock in the child.
     """
-    wanted = runtime()
-    if found := cache.find(wanted):
+    of_contracts, registry = runtime("runtime"), runtime("registry")
+    found = [cache.find(of_contracts), cache.find(registry)]
+    if all(found):
         return found
     if jobs(request) == 1:
-        return built(wanted, [])
-    with Child(lambda: built(wanted, []), os.devnull) as child:
-        _compile(request, folder, "")
+        return [built(of_contracts, []), built(registry, [])]
+    with (
+        Child(lambda: built(registry, []), os.devnull) as small,
+        Child(lambda: built(of_contracts, []), os.devnull) as large,
+    ):
+        _compile(request, folder, [])
         _mark(folder, "runtime")
-        return child.result()
+        headers = set().union(*dependencies(folder).values())
+        if any(header.endswith("/calcops/operator.h") for header in headers):
+            return [large.result(), small.result()]
+        return [small.result()]
 
 
-def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
+def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, Inputs]:
     """Run torch and ninja, and link with the runtime. Return (path of what was built, inputs)."""
     before, objects = _up_to_date(request, folder)
     for path in {*request.sources, *paths_in_flags(request)}:
@@ -201,7 +212,7 @@ def _compile(request: Request, folder: str, archive: str) -> tuple[str, Inputs]:
     _mark(folder)
     failure = ""
     try:
-        product = compile_and_link(request, folder, archive)
+        product = compile_and_link(request, folder, archives)
     except Exception as error:  # torch refuses a GPU architecture, for example
         failure = str(error)
     for target, files in dependencies(folder).items():

@@ -45,21 +45,21 @@ exec {command} "$@"
 _COMPILE_ONLY = 'case " $* " in *" -c "*);; *) exit;; esac'
 
 
-def compile_and_link(request: Request, folder: str, archive: str) -> str:
+def compile_and_link(request: Request, folder: str, archives: list[str]) -> str:
     """Compile what changed in a folder, and link it with the runtime. Return the product's path.
 
     Without the runtime, nothing is linked. torch's exceptions: it failed.
     """
     cpp_extension = _import_cpp_extension()
     cpp_extension.CUDA_HOME = request.cuda.home or None
-    os.environ.update(_variables(request, folder, archive))
+    os.environ.update(_variables(request, folder, archives))
     path = cpp_extension.load(
         # torch builds nothing if it remembers a build of this name and these sources.
         name=f"library.{os.urandom(4).hex()}",
         sources=_sources(request, folder),
         extra_cflags=_cflags(request),
         extra_cuda_cflags=list(request.cuda_cflags),
-        extra_ldflags=_ldflags(request, folder, archive),
+        extra_ldflags=_ldflags(request, folder, archives),
         extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
         build_directory=folder,
         verbose=True,  # ninja's output goes to the log
@@ -101,10 +101,10 @@ def _write_compiler(folder: str, name: str, command: list[str], first="", unwant
     return f"./{name}"
 
 
-def _variables(request: Request, folder: str, archive: str) -> dict[str, str]:
+def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, str]:
     """Return environment variables for torch and the compilers."""
     path = request.environment.get("PATH", os.defpath)
-    first = "" if archive else _COMPILE_ONLY
+    first = "" if archives else _COMPILE_ONLY
     # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
     unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     variables = {
@@ -164,11 +164,10 @@ def _cflags(request: Request) -> list[str]:
     return [*for_gcc, *request.cflags]
 
 
-def _ldflags(request: Request, folder: str, archive: str) -> list[str]:
+def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
     """Return flags for the linker. It takes from the runtime only what the objects need."""
     flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d"]
-    if archive:
-        flags.append(_quoted(archive))
+    flags += map(_quoted, archives)
     # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
     # that the runtime defines, too.
     flags += [f"-L{_quoted(TORCH)}/lib", "-ltorch_cpu"]

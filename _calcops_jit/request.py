@@ -194,17 +194,17 @@ def words_of(variable: str) -> list[str]:
         raise ValueError(f"calcops_jit: {what}") from None
 
 
-def runtime() -> Request:
-    """Return the Request for the runtime: the C++ of contracts, and of registration.
+def runtime(unit: str) -> Request:
+    """Return the Request for a unit of the runtime: "runtime" for contracts, or "registry".
 
     It includes PyTorch's headers, and is built once for each PyTorch. It is an archive, from which
     the linker takes what a library needs.
     """
     return Request(
         name="runtime",
-        product="runtime.a",
+        product=f"{unit}.a",
         root=CONTRACTS,
-        sources=(f"{CONTRACTS}/runtime/runtime.cpp", f"{CONTRACTS}/runtime/registry.cpp"),
+        sources=(f"{CONTRACTS}/runtime/{unit}.cpp",),
         cflags=RUNTIME,
     )
 

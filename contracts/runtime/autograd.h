@@ -251,7 +251,12 @@ void differentiate(const Operator& op, const c10::OperatorHandle& handle, c10::D
   tensor_list outputs;
   for (const IValue& output : torch::jit::last(*stack, op.parsed.returns().size()))
     outputs.push_back(output.toTensor());
-  if (node) torch::autograd::set_history(outputs, node);
+  if (node) {
+    tensor_list differentiable = outputs;
+    for (at::Tensor& output : differentiable)
+      if (!torch::autograd::isDifferentiableType(output.scalar_type())) output = at::Tensor();
+    torch::autograd::set_history(differentiable, node);
+  }
 
   if (!forward_mode) return;
   const tensor_list output_tangents = tangents_of(op, call, tangents);

@@ -22,20 +22,32 @@ int64_t value_or_zero(const SymInt& a) {
   return a.is_heap_allocated() ? a.maybe_as_int().value_or(0) : a.as_int_unchecked();
 }
 
+// Set x and y to the values of two sizes, and return true, unless one is a symbol. Integers below
+// -2^62 are on the heap, like symbols.
+bool have_values(const SymInt& a, const SymInt& b, int64_t& x, int64_t& y) {
+  if (contract::are_integers(a, b)) {
+    x = a.as_int_unchecked();
+    y = b.as_int_unchecked();
+    return true;
+  }
+  const auto first = a.maybe_as_int(), second = b.maybe_as_int();
+  x = first.value_or(0);
+  y = second.value_or(0);
+  return first && second;
+}
+
 // Sums and products that do not fit into 64 bits are sizes for which no memory suffices.
 SymInt sum_of(const SymInt& a, const SymInt& b) {
-  int64_t sum = 0;
-  if (!contract::are_integers(a, b)) return a + b;
-  if (__builtin_add_overflow(a.as_int_unchecked(), b.as_int_unchecked(), &sum))
-    throw std::bad_alloc();
-  return sum;
+  int64_t x, y;
+  if (!have_values(a, b, x, y)) return a + b;
+  if (__builtin_add_overflow(x, y, &x)) throw std::bad_alloc();
+  return x;
 }
 SymInt product_of(const SymInt& a, const SymInt& b) {
-  int64_t product = 0;
-  if (!contract::are_integers(a, b)) return a * b;
-  if (__builtin_mul_overflow(a.as_int_unchecked(), b.as_int_unchecked(), &product))
-    throw std::bad_alloc();
-  return product;
+  int64_t x, y;
+  if (!have_values(a, b, x, y)) return a * b;
+  if (__builtin_mul_overflow(x, y, &x)) throw std::bad_alloc();
+  return x;
 }
 
 // Return the device's current cudaStream_t. It comes from PyTorch's C interface, because this unit
@@ -142,7 +154,8 @@ struct Checked {
   void check_choice(const Line& line, const IValue& value) const {
     const std::string& got = value.toStringRef();
     const size_t count = line.choices.size();
-    std::string choices;  // "a", "b" or "c"
+    if (count == 0) return;  // compositions may take any string
+    std::string choices;     // "a", "b" or "c"
     for (size_t i = 0; i < count; ++i) {
       if (got == line.choices[i]) return;
       choices += (i == 0 ? "" : i + 1 < count ? ", " : " or ") + quoted(line.choices[i]);
@@ -271,8 +284,11 @@ struct Checked {
   void run_check() {
     result_shapes.resize(op.result_lines.size());
     op.check->function(reinterpret_cast<Value*>(stack), result_shapes.data());
-    for (const int i : op.tensors)  // that the Check gave
-      if (!tensors[i]->defined()) check_argument(i);
+    for (const int i : op.tensors) {
+      if (tensors[i]->defined()) continue;
+      check_argument(i);  // that the Check may have given
+      for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
+    }
     for (size_t i = 0; i < result_shapes.size(); ++i) {
       const Line& line = text.lines[op.result_lines[i]];
       const IValue& shape = ivalue_of(result_shapes[i]);

@@ -29,6 +29,9 @@ constexpr size_t kMostDimensions = 8;
 struct Product {
   int64_t factor;
   std::vector<int> sizes;
+  bool operator==(const Product& other) const {
+    return factor == other.factor && sizes == other.sizes;
+  }
 };
 using Sum = std::vector<Product>;
 using Shape = std::vector<Sum>;
@@ -167,17 +170,20 @@ class Reader {
   explicit Reader(const std::string& text) : source_(text + '\n') {}
 
   Text read() {
-    end_ = std::min(source_.find_first_not_of(" \n"), source_.size());
+    end_ = std::min(source_.find_first_not_of(" \t\r\n"), source_.size());
     while (end_ < source_.size()) {
       begin_ = end_;
       number_ = 1 + int(std::count(source_.begin(), source_.begin() + ptrdiff_t(begin_), '\n'));
       // Indented and empty lines continue a line.
       do end_ = next_line(end_);
       while (is_space(source_[end_]));
-      name_ = source_.substr(begin_, source_.find_first_of(" (\n", begin_) - begin_);
+      name_ = source_.substr(begin_, source_.find_first_of(" \t\r(\n", begin_) - begin_);
       if (begin_ > 0 && source_[begin_ - 1] != '\n')
         fail("expected a schema or the name of an argument at the line's beginning");
-      source_[begin_ + name_.size()] == '(' ? read_schema() : read_entry();
+      const bool is_schema = source_[begin_ + name_.size()] == '(';
+      if (!is_schema && !std::all_of(name_.begin(), name_.end(), is_name_part))
+        fail("expected a name, and a space behind it");
+      is_schema ? read_schema() : read_entry();
       tokens_.clear();
     }
     name_.clear();

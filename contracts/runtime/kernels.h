@@ -32,14 +32,16 @@ std::vector<int64_t> positions_of(const Checked& call, int i) {
 // Raise the error for the entries at a position. It quotes them, the names of the dimensions and
 // the bound with its value.
 [[noreturn]] void refuse_entry(const Checked& call, int i, int64_t position) {
+  constexpr int64_t kMostQuoted = 8;
   const Line& line = call.text.lines[i];
   const auto shape = positions_of(call, i);
   const Tensor& entries = *call.tensors[i];
   const int64_t count = c10::multiply_integers(shape);
   const Tensor rows = entries.reshape({-1, count});
   std::string got, where;
-  for (int64_t row = 0; row < rows.size(0); ++row)
+  for (int64_t row = 0; row < std::min(rows.size(0), kMostQuoted); ++row)
     got += (row == 0 ? "" : ", ") + std::to_string(rows[row][position].item<int64_t>());
+  if (rows.size(0) > kMostQuoted) got += ", ...";
   if (rows.size(0) > 1) got = '(' + got + ')';
 
   // From the last dimension to the first, whose index is what the others leave of the position.
@@ -102,21 +104,27 @@ struct Storage {
 bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
 // Return the kernel for the call's number types, or nullptr. A kernel for exactly these types is
-// preferred to one of float32 that takes float16 and bfloat16.
+// preferred to one of float32 that takes float16 and bfloat16. Where no tensor of a group is given,
+// the kernel for the first dtype in the contract is preferred, which a result of the group has.
 const BoundKernel* kernel_for(const Checked& call, bool on_cuda) {
   if (!call.op.owner) return nullptr;
-  const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
+  const auto takes_all = [&](const BoundKernel& kernel, bool widened, bool of_first_dtypes) {
     for (const auto& [group, type] : kernel.types) {
-      if (call.first_of[group] < 0 || call.text.lines[group].read_as != Type::kNone) continue;
-      const at::ScalarType given = call.tensors[call.first_of[group]]->scalar_type();
+      const Line& line = call.text.lines[group];
+      const int first = call.first_of[group];
+      if (line.read_as != Type::kNone || (first < 0 && !of_first_dtypes)) continue;
+      const at::ScalarType given =
+          first < 0 ? scalar_type(line.types[0]) : call.tensors[first]->scalar_type();
       const bool is_widened = widened && type == Type::kFloat32 && is_narrow(given);
       if (given != scalar_type(type) && !is_widened) return false;
     }
     return true;
   };
-  for (const bool widened : {false, true})
-    for (const BoundKernel& kernel : call.op.owner->kernels)
-      if (kernel.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
+  for (const bool of_first_dtypes : {true, false})
+    for (const bool widened : {false, true})
+      for (const BoundKernel& kernel : call.op.owner->kernels)
+        if (kernel.is_cuda == on_cuda && takes_all(kernel, widened, of_first_dtypes))
+          return &kernel;
   return nullptr;
 }
 

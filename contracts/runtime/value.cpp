@@ -180,9 +180,16 @@ std::string text_of(const Value& shown) {
 // Formulas receive an undefined tensor for a gradient or a tangent that is zero.
 bool is_zero(const Value& value) { return value.is_tensor() && value.is_none(); }
 
-// Call an operator of PyTorch for a tensor and a tensor or a number.
-Value call_for(const char* name, const Value& a, const Value& b) {
-  return Value::call((std::string(name) + (b.is_tensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
+// Call an operator of PyTorch for tensors, otherwise compute with numbers or with sizes.
+template <class Numbers, class Sizes>
+Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers,
+               const Sizes& sizes) {
+  const IValue &x = ivalue_of(a), &y = ivalue_of(b);
+  if (x.isTensor() || y.isTensor())
+    return Value::call((std::string(name) + (y.isTensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
+  if (x.isDouble() || y.isDouble())
+    return value_of(numbers(x.toScalar().toDouble(), y.toScalar().toDouble()));
+  return value_of(sizes(size_of(a), size_of(b)));
 }
 
 }  // namespace
@@ -198,25 +205,38 @@ void refuse(const char* op, const char* argument, const char* what, const Value&
 
 Value operator+(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? b : a;
-  if (a.is_tensor()) return call_for("aten::add", a, b);
-  return b.is_tensor() ? b + a : value_of(sum_of(size_of(a), size_of(b)));
+  if (b.is_tensor() && !a.is_tensor()) return b + a;
+  return combined(
+      "aten::add", a, b, [](double x, double y) { return IValue(x + y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, y)); });
 }
 
 Value operator*(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? a : b;
-  if (a.is_tensor()) return call_for("aten::mul", a, b);
-  return b.is_tensor() ? b * a : value_of(product_of(size_of(a), size_of(b)));
+  if (b.is_tensor() && !a.is_tensor()) return b * a;
+  return combined(
+      "aten::mul", a, b, [](double x, double y) { return IValue(x * y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(product_of(x, y)); });
 }
 
 Value operator-(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? b * -1 : a;
-  if (a.is_tensor()) return call_for("aten::sub", a, b);
-  return b.is_tensor() ? Value::call("aten::rsub.Scalar", b, a) : a + b * -1;
+  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::rsub.Scalar", b, a);
+  return combined(
+      "aten::sub", a, b, [](double x, double y) { return IValue(x - y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, product_of(-1, y))); });
 }
 
 Value operator/(const Value& a, const Value& b) {
   if (is_zero(a)) return a;
-  return a.is_tensor() ? call_for("aten::div", a, b) : Value::call("aten::reciprocal", b) * a;
+  if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::reciprocal", b) * a;
+  const IValue& y = ivalue_of(b);
+  const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();
+  TORCH_CHECK(!is_size || b.expect_at_least(1),
+              "calcops::Value: expected a size divided by at least 1, got ", y);
+  return combined(
+      "aten::div", a, b, [](double x, double y) { return IValue(x / y); },
+      [](const SymInt& x, const SymInt& y) { return IValue(x / y); });
 }
 
 }  // namespace calcops

@@ -60,12 +60,19 @@ struct Joined {
   const Operator& op;
   const Call& given;
   const SymInt& items;
-  std::vector<IValue> first;  // the arguments of the first item
-  const Checked item;         // All items have its sizes.
-  bool is_shifted = false;    // entries are shifted
+  const std::vector<bool>& serves_all;  // of each argument: it has no batch
+  std::vector<IValue> first;            // the arguments of the first item
+  const Checked item;                   // All items have its sizes.
+  bool is_shifted = false;              // entries are shifted
 
-  Joined(const Operator& op, const Call& given, const SymInt& items)
-      : op(op), given(given), items(items), first(first_of(given)), item(op, first.data()) {}
+  Joined(const Operator& op, const Call& given, const SymInt& items,
+         const std::vector<bool>& serves_all)
+      : op(op),
+        given(given),
+        items(items),
+        serves_all(serves_all),
+        first(first_of(given)),
+        item(op, first.data()) {}
 
   static std::vector<IValue> first_of(const Call& given) {
     std::vector<IValue> arguments = given.arguments;
@@ -83,33 +90,36 @@ struct Joined {
     SymInt size{};
   };
 
-  // Only one dimension can be joined, which is one size.
+  // Only one dimension can be joined, which is one size. In another shape it has the same
+  // dimensions before it as in the first one, in which the kernel sees the tensor.
   Dimension dimension(int i) const {
     Dimension found;
     const Line& line = item.text.lines[i];
     if (line.any_shape) return found;
     const Shape& shape = item.shapes[i] ? *item.shapes[i] : line.shapes[0];
+    bool begins_like_first = true;
     for (size_t d = 0; d < shape.size(); ++d) {
+      begins_like_first =
+          begins_like_first && d < line.shapes[0].size() && shape[d] == line.shapes[0][d];
       if (!(contract::sizes_of(shape[d]) & item.text.joined)) continue;
       const int size = contract::bare(shape[d]);
-      if (found.at >= 0 || size < 0) return {false};
+      if (found.at >= 0 || size < 0 || !begins_like_first) return {false};
       found = {true, int(d), item.sizes[size]};
     }
+    const uint32_t split = line.whole < 0 ? 0 : contract::sizes_of(line.parts) | 1u << line.whole;
+    if (split & item.text.joined) return {false};
     return found;
   }
 
   // Return x [items, ...] with its items joined along the joined dimension, or nothing if they
   // cannot be joined.
-  std::optional<Tensor> join(const Tensor& x, int i) {
+  std::optional<Tensor> join(const Tensor& x, int i, bool serves_all) {
     const Sum& below = item.text.lines[i].entries.below;
     const Dimension joined = dimension(i);
     const bool names_rows = contract::sizes_of(below) & item.text.joined;
     if (!joined.can_be_joined) return {};
     if (joined.at < 0) {
-      // The tensor must serve all items. vmap() expands such a tensor, so that its stride along the
-      // items is 0.
-      const bool serves_all = items.maybe_as_int() == 1 || x.sym_stride(0).maybe_as_int() == 0;
-      if (names_rows || !serves_all) return {};
+      if (names_rows || !(serves_all || items.maybe_as_int() == 1)) return {};
       return x.select(0, 0);
     }
     Tensor shifted = x;
@@ -144,7 +154,7 @@ struct Joined {
       const Line& line = item.text.lines[op.lines[i]];
       IValue& argument = all.arguments[i];
       if (argument.isTensor()) {
-        const auto joined = join(argument.toTensor(), op.lines[i]);
+        const auto joined = join(argument.toTensor(), op.lines[i], serves_all[i]);
         if (!joined) return {};
         argument = *joined;
       } else if (is_joined(line.size)) {
@@ -180,10 +190,11 @@ struct Joined {
   }
 };
 
-tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items) {
+tensor_list vmap_items(const Operator& op, const Call& call, const SymInt& items,
+                       const std::vector<bool>& serves_all) {
   if (items.maybe_as_int() == 0) return vmap_no_items(call);
   if (op.text().joined) {
-    Joined joined(op, call, items);
+    Joined joined(op, call, items, serves_all);
     if (const auto all = joined.call()) try {
         return joined.separate(all->run());
       } catch (const c10::Error&) {
@@ -214,8 +225,11 @@ void vmap(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchKe
   for (const IValue& argument : call.arguments)
     if (const auto* batched = batch_of(tensor_or_none(argument)))
       batch = batched->value().sym_size(batched->bdim());
-  for (IValue& argument : call.arguments) {
+  std::vector<bool> serves_all(op.count());
+  for (size_t i = 0; i < op.count(); ++i) {
+    IValue& argument = call.arguments[i];
     const Tensor tensor = tensor_or_none(argument);
+    serves_all[i] = !batch_of(tensor);
     if (const auto* batched = batch_of(tensor)) {
       argument = batched->value().movedim(batched->bdim(), 0);
     } else if (tensor.defined()) {
@@ -224,7 +238,7 @@ void vmap(const Operator& op, const c10::OperatorHandle& handle, c10::DispatchKe
       argument = tensor.unsqueeze(0).expand_symint(shape);
     }
   }
-  for (const Tensor& result : vmap_items(op, call, batch))
+  for (const Tensor& result : vmap_items(op, call, batch, serves_all))
     stack->push_back(at::functorch::makeBatched(result, 0, level));
 }
 

@@ -576,10 +576,22 @@ Value no_result(const Value*) { return nullptr; }
 Value flag_as_size(const Value* arguments) { return arguments[0] * (Value(true) + 1); }
 Value huge(const Value* arguments) { return arguments[0] * (arguments[1] * (int64_t(1) << 40)); }
 
+Value halves(const Value* arguments) {
+  return Value::call("aten::narrow", arguments[0], 0, 0, arguments[0].size(0) / 2);
+}
+Value quotient(const Value* arguments) { return arguments[0] * (arguments[1] / arguments[2]); }
+Value plain_string(const Value* arguments) { return arguments[0] * arguments[1].is("one"); }
+Value real_number(const Value* arguments) {
+  const Value& width = arguments[1];
+  return arguments[0] * (1 / (width * 2.0 + width - 0.5));
+}
+
 const calcops::Composition kCompositions[] = {
-    {"inverse", inverse},     {"is_given", is_given}, {"dimension", dimension},
-    {"too_many", too_many},   {"both", both},         {"one_of_two", both},
-    {"no_result", no_result}, {"huge", huge},         {"flag_as_size", flag_as_size}};
+    {"inverse", inverse},        {"is_given", is_given}, {"dimension", dimension},
+    {"too_many", too_many},      {"both", both},         {"one_of_two", both},
+    {"no_result", no_result},    {"huge", huge},         {"flag_as_size", flag_as_size},
+    {"halves", halves},          {"quotient", quotient}, {"plain_string", plain_string},
+    {"real_number", real_number}};
 
 const Contract kComposed(R"(
 inverse(Tensor x) -> Tensor
@@ -591,10 +603,87 @@ one_of_two(Tensor x) -> Tensor
 no_result(Tensor x) -> Tensor
 flag_as_size(Tensor x) -> Tensor
 huge(Tensor x, int a) -> Tensor
+halves(Tensor x) -> Tensor
+quotient(Tensor x, int a, int b) -> Tensor
+plain_string(Tensor x, str how) -> Tensor
+real_number(Tensor x, float width) -> Tensor
 x       [N]; float64.
 a       Text.
+b       Text.
+how     Text.
+width   Text.
 d       Text.
 number  Text.
 text    Text.
 )",
                          kCompositions);
+
+// What an attack on the runtime found.
+namespace {
+
+const Contract kAttacked(R"(
+trimmed(Tensor values, SymInt before, SymInt after) -> Tensor rest
+norms(Tensor points) -> Tensor lengths
+split(Tensor z, Tensor table) -> Tensor product
+numbers(Tensor values, Tensor? like=None) -> Tensor copy
+rows(Tensor values, Tensor pairs) -> Tensor sums
+values  [N]; float64.
+before  >= 0.
+after   >= 0.
+rest    [N - before - after]; like values.
+points  [P, 3] or [3, P]; float64.
+lengths [P]; like points.
+z       [T]; float64.
+table   [B, K] or [B, T, M] with K = T*M; float64.
+product [T]; like z.
+like    [N]; int64 or int8.
+copy    [N]; like like.
+pairs   [A, R]; int64; entries 0 <= j < N at slot.
+sums    [R]; like values.
+vmap    joins P, T
+)");
+
+void trimmed(View<const double, 1> values, int64_t before, int64_t, View<double, 1> rest) {
+  std::copy_n(&values(before), rest.shape[0], rest.data);
+}
+
+void norms(View<const double, 2> points, View<double, 1> lengths) {
+  for (int64_t i = 0; i < lengths.shape[0]; ++i)
+    lengths(i) = std::hypot(points(i, 0), points(i, 1), points(i, 2));
+}
+
+void split(View<const double, 1> z, View<const double, 2> table, View<double, 1> product) {
+  for (int64_t i = 0; i < z.shape[0]; ++i) product(i) = z(i) * double(table.shape[1]);
+}
+
+template <class Integer>
+void numbers(View<const double, 1> values, View<const Integer, 1>, View<Integer, 1> copy) {
+  std::copy_n(values.data, values.shape[0], copy.data);
+}
+
+void rows(View<const double, 1>, View<const int64_t, 2>, View<double, 1>) {}
+
+const Kernel kTrimmedCpu("trimmed", trimmed), kNormsCpu("norms", norms), kSplitCpu("split", split);
+const Kernel kNumbersCpu("numbers", numbers<int8_t>, numbers<int64_t>), kRowsCpu("rows", rows);
+
+const Derivative kOfDoubled[] = {
+    {"doubled", [](const Value*, const Value* up, Value* gradients) { gradients[0] = up[0] * 2; },
+     [](const Value*, const Value* tangents, Value* results) { results[0] = tangents[0] * 2; }}};
+
+const Contract kTwoDtypes(R"(
+doubled(Tensor x) -> (Tensor y, Tensor sign)
+x     [N]; float64.
+y     [N]; like x.
+sign  [N]; int64.
+)",
+                          kOfDoubled);
+
+void doubled(View<const double, 1> x, View<double, 1> y, View<int64_t, 1> sign) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) {
+    y(i) = 2 * x(i);
+    sign(i) = x(i) < 0 ? -1 : 1;
+  }
+}
+const Kernel kDoubledCpu("doubled", doubled);
+
+}  // namespace

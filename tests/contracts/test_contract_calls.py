@@ -20,6 +20,42 @@ def mine():
     return calcops_jit.load("contracts", [SOURCE])
 
 
+# ---- sizes, dtypes and entries -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_size_below_64_bits_never_wraps(mine, device):
+    x = torch.arange(8.0, device=device, **float64)
+    assert mine.trimmed(x, 3, 2).shape == (3,)
+    for before, after in ((2**63 - 1, 2**63 - 1), (2**62 + 1, 2**62 + 1)):
+        with pytest.raises(RuntimeError, match="trimmed: expected `.*` "):
+            mine.trimmed(x, before, after)
+
+
+def test_a_result_like_an_absent_tensor_comes_from_the_kernel_of_its_dtype(mine):
+    assert mine.numbers(torch.tensor([300.0, 7e4], **float64)).tolist() == [300, 70000]
+
+
+def test_an_error_quotes_at_most_eight_entries_of_a_position(mine):
+    pairs = torch.zeros(1000, 2, dtype=torch.int64)
+    pairs[:, 1] = 9
+    with pytest.raises(RuntimeError, match=r"got \((9, ){8}\.\.\.\) at slot 1$"):
+        mine.rows(torch.ones(3, **float64), pairs)
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 3), (5, 3, 4)])
+def test_vmap_joins_only_the_shape_that_a_kernel_sees(mine, shape):
+    x = torch.randn(shape, **float64)
+    expected = torch.stack([mine.norms(item) for item in x])
+    torch.testing.assert_close(vmap(mine.norms)(x), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (2, 3, 2)])
+def test_vmap_joins_no_size_that_is_a_part_of_another(mine, shape):
+    z, table = torch.randn(4, 3, **float64), torch.ones(shape, **float64)
+    assert torch.equal(vmap(mine.split, (0, None))(z, table), z * 6)
+
+
 # ---- a Check -------------------------------------------------------------------------------------
 
 
@@ -335,6 +371,26 @@ def test_a_zero_tangent_in_a_call_is_an_error_and_never_an_absent_argument(mine)
         jvp(lambda x: mine.halved(x, x.detach()), (x,), (x,))
 
 
+def test_a_result_of_integers_beside_one_of_floats_has_no_derivative(mine):
+    x = torch.randn(4, **float64, requires_grad=True)
+    y, sign = mine.doubled(x)
+    assert (y.requires_grad, sign.requires_grad) == (True, False)
+    assert torch.autograd.gradgradcheck(lambda x: mine.doubled(x)[0], x)
+    (y, sign), (tangent, _) = jvp(mine.doubled, (x.detach(),), (torch.ones_like(x),))
+    assert (tangent.tolist(), sign.dtype) == ([2] * 4, torch.int64)
+
+
+def test_a_batched_argument_that_the_caller_expanded_has_a_gradient_for_each_item(mine):
+    x, weights = torch.randn(3, 5, 4, **float64), torch.randn(4, 2, **float64)
+    weights = weights.expand(3, 4, 2).requires_grad_()
+    upstream = torch.randn(3, 5, 2, **float64)
+    actual, expected = (
+        torch.autograd.grad(vmap(product)(x, weights), weights, upstream)
+        for product in (calcops_jit.matrix_product, torch.mm)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 def test_a_constant_has_no_derivative_in_any_mode(mine):
     x, phase = torch.rand(4, **float64), torch.rand(4, **float64)
     number = torch.tensor(3.0, **float64)
@@ -378,10 +434,26 @@ def test_a_number_as_a_gradient_is_an_error(mine):
 # ---- Value ---------------------------------------------------------------------------------------
 
 
-def test_a_number_is_divided_by_a_tensor_and_a_size_is_an_item_of_a_shape(mine):
+def test_values_divide_by_tensors_and_sizes(mine):
     x = torch.rand(5, **float64) + 1
     assert torch.equal(mine.inverse(x), 1 / x)
+    assert torch.equal(mine.halves(x), x[:2])
     assert torch.equal(mine.dimension(x, 0), x * 5)
+
+
+@pytest.mark.parametrize(("a", "b"), [(-(2**63), -1), (5, 0)])
+def test_a_size_is_divided_by_positive_sizes(mine, a, b):
+    x = torch.ones(2, **float64)
+    assert torch.equal(mine.quotient(x, 7, 2), x * 3)
+    with pytest.raises(RuntimeError, match=f"expected a size divided by at least 1, got {b}"):
+        mine.quotient(x, a, b)
+
+
+def test_a_composition_computes_with_floats_and_takes_any_string(mine):
+    x = torch.ones(2, **float64)
+    assert torch.equal(mine.real_number(x, 0.75), x * (1 / 1.75))
+    assert mine.plain_string(x, "one").tolist() == [1, 1]
+    assert mine.plain_string(x, "any other").tolist() == [0, 0]
 
 
 def test_a_composition_takes_optional_numbers_and_strings(mine):

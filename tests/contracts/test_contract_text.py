@@ -69,6 +69,7 @@ RIGHT = {
         vmap="joins N",
     ),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
+    "tabs": "\t\n" + contract("[N]; float64.").replace("  ", "\t"),
     "a dtype that only an optional tensor has": tensors(
         "f(Tensor k, Tensor? x) -> Tensor y",
         k="[N]; int32.",
@@ -188,6 +189,10 @@ f(Tensor x) -> Tensor y | f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; lik
     line 2: `f`: a second schema
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | x [N]; float64.
     line 4: `x`: a second line
+f(Tensor x) -> Tensor y | x[N]; float64. | y [N]; like x.
+    line 2: `x[N];`: expected a name, and a space behind it
+f(Tensor x) -> Tensor y | x: [N]; float64. | y [N]; like x.
+    line 2: `x:`: expected a name, and a space behind it
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins N | vmap joins N
     line 5: `vmap`: a second line
 x [N]; float64.

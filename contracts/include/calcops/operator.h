@@ -293,7 +293,7 @@ class Value {
   Value operator[](int i) const;    // result i of an operator with several, or item i of a list
   int length() const;               // of a list
 
-  // Operands are tensors and numbers, or, except for a quotient, sizes.
+  // Operands are tensors, numbers and sizes. The quotient of two sizes is rounded down, as in C++.
   friend Value operator+(const Value& a, const Value& b);
   friend Value operator-(const Value& a, const Value& b);
   friend Value operator*(const Value& a, const Value& b);
