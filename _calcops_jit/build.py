@@ -136,8 +136,6 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
         for _ in range(3):
             units = _runtime(request, folder) if request.product.endswith(".so") else []
             archives = [f"{folder}/{os.path.basename(unit.path)}" for unit in units]
-            for unit, archive in zip(units, archives):
-                shutil.copyfile(unit.path, archive)  # `clean` may remove it
             product, inputs = _compile(request, folder, archives)
             try:
                 inputs.check(request)  # no file was saved meanwhile
@@ -186,15 +184,12 @@ def _runtime(request: Request, folder: str) -> list[Generation]:
     A thread would not do. It would fork while this one holds a lock, such as that of an import, and
     nobody would release the lock in the child.
     """
-    of_contracts, registry = runtime("runtime"), runtime("registry")
-    found = [cache.find(of_contracts), cache.find(registry)]
-    if all(found):
-        return found
-    if jobs(request) == 1:
-        return [built(of_contracts, []), built(registry, [])]
+    names = ["runtime", "registry"]
+    if jobs(request) == 1 or all(cache.find(runtime(name)) for name in names):
+        return [_unit(name, folder) for name in names]
     with (
-        Child(lambda: built(registry, []), os.devnull) as small,
-        Child(lambda: built(of_contracts, []), os.devnull) as large,
+        Child(lambda: _unit("registry", folder), os.devnull) as small,
+        Child(lambda: _unit("runtime", folder), os.devnull) as large,
     ):
         _compile(request, folder, [])
         _mark(folder, "runtime")
@@ -202,6 +197,13 @@ def _runtime(request: Request, folder: str) -> list[Generation]:
         if any(header.endswith("/calcops/operator.h") for header in headers):
             return [large.result(), small.result()]
         return [small.result()]
+
+
+def _unit(name: str, folder: str) -> Generation:
+    """Return a unit of the runtime, and copy it to a folder, because `clean` may remove it."""
+    unit = built(runtime(name), [])
+    shutil.copyfile(unit.path, f"{folder}/{os.path.basename(unit.path)}")
+    return unit
 
 
 def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, Inputs]:

@@ -429,9 +429,9 @@ def warp_perspective(
     each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
     last column has that towards smaller x, and the last row that towards smaller y.
 
-    Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is exact to
-    2^-80 of the largest upstream gradient in it. Derivatives beyond the first also call PyTorch's
-    operators. Autocast changes nothing.
+    Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is summed in
+    integers, in units of the largest upstream gradient in it. Derivatives beyond the first also call
+    PyTorch's operators. Autocast changes nothing.
     """
 
 def calculateForce(

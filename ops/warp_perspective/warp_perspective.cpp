@@ -121,9 +121,9 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
   last column has that towards smaller x, and the last row that towards smaller y.
 
-  Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is exact to
-  2^-80 of the largest upstream gradient in it. Derivatives beyond the first also call PyTorch's
-  operators. Autocast changes nothing.
+  Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is summed in
+  integers, in units of the largest upstream gradient in it. Derivatives beyond the first also call
+  PyTorch's operators. Autocast changes nothing.
 
 image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                [N, C, H, W], [C, H, W] or [H, W], with any strides.

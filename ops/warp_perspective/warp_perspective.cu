@@ -257,7 +257,8 @@ using Bits = unsigned long long;
 // An exact sum of float64 numbers below 2^(62 - exponent): a number of 128 bits in two's
 // complement, in units of 2^-(64 + exponent).
 struct ExactSum {
-  Bits low, high;
+  Bits low;
+  Bits high;
   Bits special;  // 1: +infinity was added, 2: -infinity, 4: NaN
 
   __device__ void add(double x, int exponent) {

@@ -309,8 +309,10 @@ inline void add_slope_gradients(const Warping& warping, const Value& motion, con
   if (!of_motion.is_wanted()) return;
   Value of_axes[2];
   for (int axis = 0; axis < 2; ++axis) {
-    // The gradient of a pixel without a source may be NaN.
-    const Value is_used = call("aten::ne.Scalar", slopes[axis], 0);
+    // The gradient of a pixel without a source may be NaN. Where it is finite, it is needed for the
+    // derivatives of the slope, also if that is 0.
+    const Value has_slope = call("aten::ne.Scalar", slopes[axis], 0);
+    const Value is_used = call("aten::logical_or", has_slope, call("aten::isfinite", g));
     const Value used = call("aten::where.ScalarOther", is_used, g, 0.0);
     of_axes[axis] = sum(used * slopes[axis], 1);
     if (motion.size(0).equals(1)) of_axes[axis] = sum(of_axes[axis], 0);

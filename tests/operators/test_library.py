@@ -167,11 +167,14 @@ INTEGERS = {
 @pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
 def test_no_atomic_touches_a_float(source):
     text = re.sub(r"//.*", "", source.read_text())
+    for alias, type in re.findall(r"using (\w+) = ([\w ]+);", text):
+        text = re.sub(rf"\b{alias}\b", type, text)
     calls = re.findall(r"\batomic\w*\(([^,]*),", text)
     calls += re.findall(r"\batomic_ref\b.*|\bred\.\w+.*", text)
     for call in calls:  # for example "work.counts + row", whose target is `counts`
         target = re.findall(r"\w+", call.split("+")[0])[-1]
         types = re.findall(rf"([\w ]+?)\s*\*\s*{target}\b", text)
+        types += re.findall(rf"^ *(?:__shared__ )?([\w ]+)&? {target}(?:;| =)", text, re.MULTILINE)
         assert types, call
         assert {type.strip().removeprefix("const ") for type in types} <= INTEGERS, (call, types)
 
@@ -187,7 +190,8 @@ def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
     ptx = tmp_path / "out.ptx"
     options = "-ptx -std=c++17 -arch=compute_80 -Werror all-warnings".split()
     # LD_PRELOAD holds a sanitizer in some runs of the tests; nvcc runs without it.
-    run(NVCC, *options, "-I", OPS, source, "-o", ptx, LD_PRELOAD="")
+    folders = ["-I", OPS, "-I", ROOT / "contracts/include"]
+    run(NVCC, *options, *folders, source, "-o", ptx, LD_PRELOAD="")
     atomics = re.findall(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", ptx.read_text(), re.MULTILINE)
     assert not [name for name in atomics if re.search(r"\.b?f(16|32|64)", name)], set(atomics)
     # Shows that the pattern matches: a source with atomics has some in its PTX.

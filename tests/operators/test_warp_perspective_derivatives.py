@@ -205,6 +205,22 @@ def test_third_derivatives_are_right(interpolation, device):
     assert gradgradcheck(gradients, (image, warp), atol=1e-4)
 
 
+@pytest.mark.parametrize("interpolation", ["linear", "cubic"])
+def test_the_gradient_of_a_hessian_for_the_image_does_not_depend_on_the_image(
+    interpolation, device
+):
+    """The result is linear in the image. An image that is flat has slopes of exactly 0."""
+    image, warp = arguments((5, 5), (3, 3), device)
+
+    def total(image, warp):
+        return warp_perspective(image, warp, (3, 4), interpolation).sum()
+
+    def gradient(image):
+        return jacrev(lambda image: jacrev(jacrev(total, 1), 1)(image, warp).sum())(image)
+
+    torch.testing.assert_close(gradient(torch.ones_like(image)), gradient(image))
+
+
 @pytest.mark.parametrize("scale", [1, 1e150])
 @pytest.mark.parametrize("inverse_map", [False, True])
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])
