@@ -252,7 +252,7 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
         last.check_others(request)
         changed.update(last.changed_files(request))
         read = set().union(*(files for _, files in fields["objects"].values()))
-        # Else each object may be another one: a response file has changed, or a header that
+        # Otherwise any object may be outdated: a response file has changed, or a header that
         # __has_include tests is gone.
         if changed <= read and all(map(os.path.isfile, changed)):
             states = {request.unfold(path): state for path, state in last.files.items()}

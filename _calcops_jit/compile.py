@@ -26,8 +26,9 @@ _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
 ORIGIN = "$ORIGIN/../../../.."
 # torch asks compilers for the headers outside of system folders (-MMD). -isystem makes a folder one
-# of these, and its headers may be edited, too. ninja would read the list of an object's headers and
-# remove it, but it shortens `link/../header.h`. The script also lets CXX be several words.
+# of these, and its headers may be edited, too. The list of main.o's headers is written to main.d.
+# In main.o.d, ninja would read and remove it, and shorten `link/../header.h`. The script also lets
+# CXX be several words.
 _COMPILER = """\
 #!/bin/sh
 {first}
