@@ -14,6 +14,21 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kFunctions = 16;  // computed at a time
 
+// N_lm of each harmonic. Kernels get them as an argument, because computing one takes up to eight
+// divisions.
+struct Norms {
+  double of[(kMostL + 1) * (kMostL + 1)];
+};
+
+const Norms& norms_of_harmonics() {
+  static const Norms all = [] {
+    Norms norms;
+    for (int q = 0; q < (kMostL + 1) * (kMostL + 1); ++q) norms.of[q] = norm(q);
+    return norms;
+  }();
+  return all;
+}
+
 // A pair: the factors of its products, with their derivatives along D directions.
 template <int L, int D>
 struct Pair {
@@ -78,7 +93,7 @@ __device__ double weighted(const N* weights, int p, const Real* coefficients, in
 }
 
 // What the threads of a block share: some pairs, and for these the splines or the gradients for
-// them, [part][function][pair].
+// them, [part][pair][function], so that the functions of a pair are in different memory banks.
 template <int L, int D>
 struct Shared {
   static constexpr int kPairs = 32 >> D, kParts = 1 << D;
@@ -86,7 +101,7 @@ struct Shared {
   int64_t row[kPairs];
   Mixed<double, D> weights[kPairs][6];
   double Y[kPairs][kParts][Pair<L, D>::kCount];
-  double numbers[kParts][kFunctions][kPairs];
+  double numbers[kParts][kPairs][kFunctions];
 
   // Look up pair j, the slot of a thread.
   template <class Real, class Index>
@@ -101,7 +116,8 @@ struct Shared {
 };
 
 template <int L, int D, class Real, class Index>
-__global__ void __launch_bounds__(kThreads) sum_kernel(DensityInputs<Real, Index> in, Real* A) {
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(DensityInputs<Real, Index> in, Norms norms, Real* A) {
   using P = Pair<L, D>;
   using S = Shared<L, D>;
   constexpr int kSums = (P::kCount * kFunctions + kThreads - 1) / kThreads;
@@ -110,7 +126,17 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(DensityInputs<Real, Index
   for (int64_t first_f = 0; first_f < in.functions; first_f += kFunctions) {
     const int functions =
         int(in.functions - first_f < kFunctions ? in.functions - first_f : kFunctions);
+    // A thread sums products number threadIdx.x, threadIdx.x + kThreads and so on. Beyond the last
+    // one it repeats that one, so that the loop over the pairs has no branches.
+    const int products = P::kCount * functions;
+    int q[kSums], f[kSums];
+    for (int k = 0; k < kSums; ++k) {
+      const int product = min(int(threadIdx.x) + k * kThreads, products - 1);
+      q[k] = product / functions;
+      f[k] = product % functions;
+    }
     double sums[kSums] = {};
+    bool has_wrong = false;
     for (int64_t first = 0; first < in.slots; first += S::kPairs) {
       const int count = int(in.slots - first < S::kPairs ? in.slots - first : S::kPairs);
       __syncthreads();
@@ -121,33 +147,30 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(DensityInputs<Real, Index
         const int j = i / functions, f = i % functions;
         if (shared.row[j] < 0) continue;
         for (int p = 0; p < P::kParts; ++p)
-          shared.numbers[p][f][j] =
+          shared.numbers[p][j][f] =
               weighted(shared.weights[j], p, in.table + shared.row[j] * in.functions + first_f + f,
                        in.functions);
       }
       __syncthreads();
-      for (int k = 0; k < kSums; ++k) {
-        const int i = int(threadIdx.x) + k * kThreads, q = i / kFunctions, f = i % kFunctions;
-        if (q >= P::kCount || f >= functions) continue;
-        for (int j = 0; j < count; ++j) {
-          if (shared.row[j] == P::kWrong) sums[k] = NAN;
-          if (shared.row[j] < 0) continue;
+      for (int j = 0; j < count; ++j) {
+        const int64_t row = shared.row[j];
+        has_wrong |= row == P::kWrong;
+        if (row < 0) continue;
+        for (int k = 0; k < kSums; ++k)
           for (int p = 0; p < P::kParts; ++p)
-            sums[k] += shared.numbers[p][f][j] * shared.Y[j][P::kParts - 1 - p][q];
-        }
+            sums[k] += shared.numbers[p][j][f[k]] * shared.Y[j][P::kParts - 1 - p][q[k]];
       }
     }
-    for (int k = 0; k < kSums; ++k) {
-      const int i = int(threadIdx.x) + k * kThreads, q = i / kFunctions, f = i % kFunctions;
-      if (q < in.harmonics && f < functions)
-        A[(q * in.atoms + atom) * in.functions + first_f + f] = Real(sums[k] * norm(q));
-    }
+    for (int k = 0; k < kSums; ++k)
+      if (int(threadIdx.x) + k * kThreads < products && q[k] < in.harmonics)
+        A[(q[k] * in.atoms + atom) * in.functions + first_f + f[k]] =
+            Real(has_wrong ? NAN : sums[k] * norms.of[q[k]]);
   }
 }
 
 template <int L, int D, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(DensityInputs<Real, Index> in, const Real* grad, Real* grad_d) {
+    backward_kernel(DensityInputs<Real, Index> in, Norms norms, const Real* grad, Real* grad_d) {
   using P = Pair<L, D>;
   using N = typename P::N;
   const int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -160,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t plane = in.atoms * in.functions;
   const Real* upstream = grad + slot / in.slots * in.functions;
   const Real* coefficients = in.table + pair.row * in.functions;
-  const double norm_of_zero = norm(0);
+  const double norm_of_zero = norms.of[0];
   N of_r{}, h[P::kCount] = {}, slope[P::kCount] = {};
   for (int64_t f = 0; f < in.functions; ++f)
     for (int p = 0; p < P::kParts; ++p) {
@@ -178,8 +201,8 @@ __global__ void __launch_bounds__(kThreads)
   N of_d[3];
   if constexpr (L > 0)
     for (int q = 1; q < P::kCount; ++q) {
-      h[q - 1] = h[q - 1] * norm(q);
-      slope[q - 1] = slope[q - 1] * norm(q);
+      h[q - 1] = h[q - 1] * norms.of[q];
+      slope[q - 1] = slope[q - 1] * norms.of[q];
     }
   find_gradient<L>(pair.unit, pair.inverse, h, slope, of_r, of_d);
   for (int c = 0; c < 3; ++c)
@@ -190,7 +213,7 @@ __global__ void __launch_bounds__(kThreads)
 // table has one writer.
 template <int L, int D, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
-    table_kernel(DensityInputs<Real, Index> in, const Real* grad, double* tables) {
+    table_kernel(DensityInputs<Real, Index> in, Norms norms, const Real* grad, double* tables) {
   using P = Pair<L, D>;
   using S = Shared<L, D>;
   __shared__ S shared;
@@ -215,8 +238,8 @@ __global__ void __launch_bounds__(kThreads)
         for (int p = 0; p < P::kParts; ++p) {
           double sum = 0;
           for (int q = 0; q < P::kCount && q < in.harmonics; ++q)
-            sum += double(upstream[q * plane]) * norm(q) * shared.Y[j][P::kParts - 1 - p][q];
-          shared.numbers[p][f][j] = sum;
+            sum += double(upstream[q * plane]) * norms.of[q] * shared.Y[j][P::kParts - 1 - p][q];
+          shared.numbers[p][j][f] = sum;
         }
       }
       __syncthreads();
@@ -229,7 +252,7 @@ __global__ void __launch_bounds__(kThreads)
         const int b = int((k + 6 - row % 6) % 6);
         double sum = 0;
         for (int p = 0; p < P::kParts; ++p)
-          sum += parts_of<double>(shared.weights[j] + b)[p] * shared.numbers[p][f][j];
+          sum += parts_of<double>(shared.weights[j] + b)[p] * shared.numbers[p][j][f];
         table[(row + b) * in.functions + first_f + f] += sum;
       }
     }
@@ -264,7 +287,8 @@ cudaError_t density_cuda(const DensityInputs<Real, Index>& in, Real* A, cudaStre
   if (in.directions == 1) kernel = sum_kernel<4, 1, Real, Index>;
   if (in.directions == 0)
     kernel = in.harmonics == 1 ? sum_kernel<0, 0, Real, Index> : sum_kernel<4, 0, Real, Index>;
-  if (in.atoms > 0) kernel<<<unsigned(in.atoms), kThreads, 0, stream>>>(in, A);
+  if (in.atoms > 0)
+    kernel<<<unsigned(in.atoms), kThreads, 0, stream>>>(in, norms_of_harmonics(), A);
   return cudaGetLastError();
 }
 
@@ -277,7 +301,7 @@ cudaError_t density_backward_cuda(const DensityInputs<Real, Index>& in, const Re
     kernel =
         in.harmonics == 1 ? backward_kernel<0, 0, Real, Index> : backward_kernel<4, 0, Real, Index>;
   const unsigned blocks = blocks_of(in.atoms * in.slots);
-  if (blocks > 0) kernel<<<blocks, kThreads, 0, stream>>>(in, grad, grad_d);
+  if (blocks > 0) kernel<<<blocks, kThreads, 0, stream>>>(in, norms_of_harmonics(), grad, grad_d);
   return cudaGetLastError();
 }
 
@@ -295,7 +319,7 @@ cudaError_t density_table_backward_cuda(const DensityInputs<Real, Index>& in, co
     kernel = in.harmonics == 1 ? table_kernel<0, 0, Real, Index> : table_kernel<4, 0, Real, Index>;
   double* tables = static_cast<double*>(memory);
   if (size > 0) {
-    kernel<<<unsigned(parts), kThreads, 0, stream>>>(in, grad, tables);
+    kernel<<<unsigned(parts), kThreads, 0, stream>>>(in, norms_of_harmonics(), grad, tables);
     total_kernel<<<blocks_of(size), kThreads, 0, stream>>>(tables, parts, size, grad_table);
   }
   return cudaGetLastError();
