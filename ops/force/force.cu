@@ -24,20 +24,24 @@ namespace {
 
 constexpr unsigned kThreads = 256, kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffff;
+// Blocks whose shares of the virial are summed together, before those of all groups are.
+constexpr unsigned kGroup = 64;
 // Slots that fit into a warp's list in shared memory. A longer row is read from device memory.
 constexpr unsigned kListed = 512;
 constexpr uint32_t kNoSlot = 0xffffffff;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Workspace {
-  double* virials;           // [frames][row_tiles][9], each block's share
+  double* virials;           // [frames][row_tiles + row_groups][9], shares of blocks and groups
   unsigned long long* ends;  // [frames][n+m], the end of each row in `slots`
   unsigned long long* used;  // length of `slots` so far; zero at first, like the next two
   uint32_t* counts;          // [frames][n+m], pairs in each row
-  uint32_t* tickets;         // [frames], blocks that have written their share
-  uint32_t* slots;           // the rows in any order; slots are numbered within their frame
+  uint32_t* tickets;  // [frames][row_groups + 1], blocks of each group, and groups, that have
+                      // written their share
+  uint32_t* slots;    // the rows in any order; slots are numbered within their frame
   int64_t bytes = 0;
   int64_t row_tiles;   // blocks of kWarps rows in a frame; at least one, which writes the virial
+  int64_t row_groups;  // groups of kGroup such blocks
   int64_t slot_tiles;  // blocks of kThreads slots in a frame
 
   template <class Real, class Index>
@@ -45,23 +49,25 @@ struct Workspace {
     const int64_t rows = in.natoms + in.nghost, frame_slots = in.natoms * in.neighbors;
     const int64_t unsorted = in.neighbor_index ? 0 : in.frames;  // frames to be sorted
     row_tiles = std::max<int64_t>((rows + kWarps - 1) / kWarps, 1);
+    row_groups = (row_tiles + kGroup - 1) / kGroup;
     slot_tiles = (frame_slots + kThreads - 1) / kThreads;
     const auto take = [&](auto*& array, int64_t count) {
       using Array = std::remove_reference_t<decltype(array)>;
       array = reinterpret_cast<Array>(reinterpret_cast<uintptr_t>(memory) + bytes);
       bytes += count * int64_t(sizeof(*array));
     };
-    take(virials, in.frames * row_tiles * 9);
+    take(virials, in.frames * (row_tiles + row_groups) * 9);
     take(ends, unsorted * rows);
     take(used, 1);
     take(counts, unsorted * rows);
-    take(tickets, in.frames);
+    take(tickets, in.frames * (row_groups + 1));
     take(slots, unsorted * frame_slots);
   }
 
   cudaError_t clear(cudaStream_t stream) const {
     const auto zeros = reinterpret_cast<uintptr_t>(slots) - reinterpret_cast<uintptr_t>(used);
-    return cudaMemsetAsync(used, 0, zeros, stream);
+    cudaMemsetAsync(used, 0, zeros, stream);
+    return cudaGetLastError();
   }
 };
 
@@ -300,15 +306,52 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
   }
 }
 
-// Write a frame's virial: the sum of its atoms' virials. The last block of a frame to come here
-// adds the shares of all blocks, in their order. `sum` is the sum of the row that the thread's warp
-// has computed.
+// Return whether all other blocks of a group have taken their ticket. The last of them sees what
+// the others have written.
+__device__ inline bool is_last_of(unsigned blocks, uint32_t* tickets) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(tickets, 1u) == blocks - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// Return the sum of number `thread` of all shares [count][9], for threads below 9.
+__device__ inline double sum_shares(const double* shares, int64_t count, double* parts) {
+  constexpr unsigned kStride = kThreads / 9 * 9;
+  const unsigned thread = threadIdx.x;
+  double total = 0;
+  if (thread < kStride) {
+#pragma unroll 8
+    for (int64_t k = thread; k < count * 9; k += kStride) total += __ldcg(shares + k);
+  }
+  parts[thread] = total;
+  __syncthreads();
+  total = 0;
+  if (thread < 9)
+    for (unsigned k = thread; k < kStride; k += 9) total += parts[k];
+  return total;
+}
+
+// Write a frame's virial: the sum of its atoms' virials. The last block of a group to come here
+// adds the shares of the group's blocks, and the last group those of all groups, in their order. A
+// single block would take a millisecond for the shares of five million atoms. `sum` is the sum of
+// the row that the thread's warp has computed.
 template <class Real>
 __device__ inline void sum_virial(const Workspace& work, int64_t frame, const Row* sum,
                                   Real* virial) {
   __shared__ double parts[kThreads];
-  __shared__ bool last;
   const unsigned thread = threadIdx.x, tiles = unsigned(work.row_tiles);
+  const unsigned groups = unsigned(work.row_groups), tile = blockIdx.x % tiles;
+  const unsigned group = tile / kGroup, first = group * kGroup,
+                 in_group = min(kGroup, tiles - first);
+  double* const shares = work.virials + frame * (work.row_tiles + groups) * 9;
+  double* const of_groups = shares + work.row_tiles * 9;
+  uint32_t* const tickets = work.tickets + frame * (work.row_groups + 1);
   if (thread % 32 == 0)
     for (int a = 0; a < 3; ++a)
       for (int b = 0; b < 3; ++b) parts[thread / 32 * 9 + 3 * a + b] = sum[a][b];
@@ -316,29 +359,14 @@ __device__ inline void sum_virial(const Workspace& work, int64_t frame, const Ro
   double total = 0;
   if (thread < 9) {
     for (unsigned k = thread; k < 9 * kWarps; k += 9) total += parts[k];
-    work.virials[int64_t(blockIdx.x) * 9 + thread] = total;
+    shares[int64_t(tile) * 9 + thread] = total;
   }
-  __syncthreads();
-  if (thread == 0) {
-    __threadfence();
-    last = atomicAdd(work.tickets + frame, 1u) == tiles - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!last) return;
-  constexpr unsigned kStride = kThreads / 9 * 9;
-  const double* shares = work.virials + frame * tiles * 9;
-  total = 0;
-  if (thread < kStride) {
-#pragma unroll 8
-    for (int64_t k = thread; k < int64_t(tiles) * 9; k += kStride) total += __ldcg(shares + k);
-  }
-  parts[thread] = total;
-  __syncthreads();
-  if (thread >= 9) return;
-  total = 0;
-  for (unsigned k = thread; k < kStride; k += 9) total += parts[k];
-  virial[frame * 9 + thread] = Real(total);
+  if (!is_last_of(in_group, tickets + group)) return;
+  total = sum_shares(shares + int64_t(first) * 9, in_group, parts);
+  if (thread < 9) of_groups[int64_t(group) * 9 + thread] = total;
+  if (!is_last_of(groups, tickets + groups)) return;
+  total = sum_shares(of_groups, groups, parts);
+  if (thread < 9) virial[frame * 9 + thread] = Real(total);
 }
 
 // Write the results of all atoms, a warp for each. With three blocks on a multiprocessor, a thread
@@ -455,16 +483,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Launch a kernel. Return its error, which is then no longer the runtime's last one.
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
                    const Arguments&... arguments) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
+  kernel<<<unsigned(blocks), kThreads, 0, stream>>>(arguments...);
+  return cudaGetLastError();
 }
 
 }  // namespace

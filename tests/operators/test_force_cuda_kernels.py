@@ -2,7 +2,7 @@
 which they branch.
 
 Four lanes share a pair, so that a warp takes eight pairs a step. A warp lists 512 slots, and a
-block has 8 warps, which are 256 threads.
+block has 8 warps, which are 256 threads. The virial is summed over groups of 64 blocks.
 """
 
 import pytest
@@ -32,6 +32,7 @@ SIZES = [
     (130, 1, 1, 2),
     (1, 255, 0, 2),
     (1, 257, 0, 2),
+    (2, 530, 3, 1),
 ]
 LONG_ROWS = [(1, 9, 0, 511), (1, 8, 0, 512), (1, 9, 1, 513), (2, 5, 0, 1025), (1, 1, 0, 5000)]
 

@@ -175,19 +175,6 @@ inline cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_
   return cudaSuccess;
 }
 
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes = 0;
-  cudaStream_t stream = nullptr;
-};
-template <class... Parameters, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
-                               const Arguments&... arguments) {
-  cuda_on_cpu::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
-                      [&] { kernel(arguments...); });
-  return cudaSuccess;
-}
-
 // kernel<<<grid, block, shared, stream>>>(...), as rewrite.py writes it
 #define CUDA_ON_CPU_LAUNCH(kernel, grid, block, shared, stream)                        \
   [&](auto... arguments) {                                                             \
