@@ -56,9 +56,16 @@ __device__ inline double sum_of_block(double x, double* shared) {
   return sum;
 }
 
+// Blocks that a multiprocessor must hold at once. Three leave 80 registers for a thread, four 64. 0
+// stands for no limit.
+template <bool kVirial, class Real>
+constexpr int kBlocksAtOnce = !kVirial                         ? 0
+                              : sizeof(Real) == sizeof(double) ? 3
+                                                               : 4;
+
 // Write the atoms' results. exact: memory for their unrounded virials [N, 3, 3], or nullptr.
 template <bool kVirial, class Real>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<kVirial, Real>)
     atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out, double* exact) {
   using R = std::conditional_t<kVirial, Row, double>;
   const int64_t lane = threadIdx.x % kWarp;
@@ -78,7 +85,8 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t next = k + n * kWarp;
         ends[n] = next < end ? in.edge_order[in.atoms + next] : kNone;
       }
-      // Where there is no end, the first edge is loaded, so that no load waits for a branch.
+      // Where there is no end, the first edge is loaded, so that no load waits for a branch. A
+      // centre does not need edge_vec.
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) {
         if (ends[n] < 0 || ends[n] >= all) ends[n] = kNone;
@@ -87,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int a = 0; a < 3; ++a) {
           g[n][a] = in.edge_gradient[first + a];
-          if (kVirial) v[n][a] = in.edge_vec[first + a];
+          if (kVirial) v[n][a] = ends[n] < in.edges ? Real(0) : in.edge_vec[first + a];
         }
       }
 #pragma unroll
