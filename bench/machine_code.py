@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def output_of(*command, **options):
-    return subprocess.run(command, check=True, capture_output=True, text=True, **options).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **options).stdout
 
 
 def cuobjdump(option, cubin):
@@ -58,7 +58,8 @@ def kernels(source, arch):
     """Return {name: text of its numbers} of the kernels of a source."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernels.cubin")
-        options = ["-cubin", "-std=c++20", "-O3", f"-arch={arch}", "-I", source.parents[1]]
+        folders = [f"-I{source.parents[1]}", f"-I{source.parents[2]}/contracts/include"]
+        options = ["-cubin", "-std=c++20", "-O3", f"-arch={arch}", *folders]
         output_of("nvcc", *options, source, "-o", cubin)
         usage = dict(re.findall(r" Function (.*):\n +(.*)", cuobjdump("-res-usage", cubin)))
         parts = cuobjdump("-sass", cubin).split("Function : ")[1:]

@@ -254,30 +254,37 @@ void launch_matrix_gradient(const WarpInputs<Real>& in, const Homography* maps, 
 
 using Bits = unsigned long long;
 
-// An exact sum of float64 numbers below 2^(62 - exponent): a number of 128 bits in two's
-// complement, in units of 2^-(64 + exponent).
-struct ExactSum {
-  Bits low;
-  Bits high;
-  Bits special;  // 1: +infinity was added, 2: -infinity, 4: NaN
+// Exact sums of float64 numbers below 2^(62 - exponent), one for each pixel: numbers of 128 bits in
+// two's complement, in units of 2^-(64 + exponent). Their halves are two arrays, because a warp's
+// additions to neighbouring pixels then touch a third of the sectors that structs would take.
+struct ExactSums {
+  Bits* low;
+  Bits* high;
+  // Two bits for each of 16 pixels: +infinity was added, -infinity was added. NaN sets both.
+  uint32_t* special;
 
-  __device__ void add(double x, int exponent) {
+  static int64_t bytes_for(int64_t pixels) {
+    return 2 * pixels * int64_t(sizeof(Bits)) + divide_up(pixels, 16) * int64_t(sizeof(uint32_t));
+  }
+
+  __device__ void add(int64_t pixel, double x, int exponent) const {
     if (!(fabs(x) <= DBL_MAX)) {
-      atomicOr(&special, x > 0 ? 1 : x < 0 ? 2 : 4);
+      const uint32_t flags = x > 0 ? 1 : x < 0 ? 2 : 3;
+      atomicOr(special + pixel / 16, flags << (2 * (pixel % 16)));
       return;
     }
     const double magnitude = ldexp(fabs(x), exponent), whole = floor(magnitude);
     auto above = static_cast<Bits>(whole);
     auto below = static_cast<Bits>(ldexp(magnitude - whole, 64));
     if (x < 0) negate(below, above);
-    const Bits before = atomicAdd(&low, below);
-    atomicAdd(&high, above + (before + below < before ? 1 : 0));
+    const Bits before = atomicAdd(low + pixel, below);
+    atomicAdd(high + pixel, above + (before + below < before ? 1 : 0));
   }
 
-  __device__ double value(int exponent) const {
-    if (special == 1 || special == 2) return special == 1 ? HUGE_VAL : -HUGE_VAL;
-    if (special != 0) return HUGE_VAL - HUGE_VAL;
-    Bits below = low, above = high;
+  __device__ double value(int64_t pixel, int exponent) const {
+    const uint32_t flags = special[pixel / 16] >> (2 * (pixel % 16)) & 3;
+    if (flags != 0) return flags == 1 ? HUGE_VAL : flags == 2 ? -HUGE_VAL : HUGE_VAL - HUGE_VAL;
+    Bits below = low[pixel], above = high[pixel];
     const bool is_negative = above >> 63 != 0;
     if (is_negative) negate(below, above);
     const double magnitude = ldexp(static_cast<double>(above), -exponent) +
@@ -321,7 +328,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int kTaps, class Real>
 __global__ void __launch_bounds__(kThreads)
     add_kernel(WarpSizes sizes, const Homography* maps, const Real* grad, const Bits* largest,
-               ExactSum* sums) {
+               ExactSums sums) {
   const Target<kTaps> p(sizes, maps);
   if (!p.has_source) return;
   double weight_x[kTaps], weight_y[kTaps];
@@ -335,17 +342,17 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t y = p.cell.y.tap[k / kTaps], x = p.cell.x.tap[k % kTaps];
       const double weight = weight_y[k / kTaps] * weight_x[k % kTaps];
       if (y < 0 || y >= sizes.height || x < 0 || x >= sizes.width || weight == 0) continue;
-      sums[(plane * sizes.height + y) * sizes.width + x].add(weight * g, exponent);
+      sums.add((plane * sizes.height + y) * sizes.width + x, weight * g, exponent);
     }
   }
 }
 
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
-    round_kernel(WarpSizes sizes, const Bits* largest, const ExactSum* sums, Real* grad_image) {
+    round_kernel(WarpSizes sizes, const Bits* largest, ExactSums sums, Real* grad_image) {
   const int64_t pixels = sizes.height * sizes.width, i = thread_index();
   if (i >= sizes.image_batch * sizes.channels * pixels) return;
-  grad_image[i] = static_cast<Real>(sums[i].value(exponent_of(largest[i / pixels], sizes)));
+  grad_image[i] = static_cast<Real>(sums.value(i, exponent_of(largest[i / pixels], sizes)));
 }
 
 }  // namespace
@@ -411,12 +418,13 @@ cudaError_t warp_perspective_backward(const WarpInputs<Real>& in, const WarpGrad
   const WarpSizes& sizes = in.sizes;
   const int64_t tiles = tiles_of(sizes), planes = sizes.image_batch * sizes.channels;
   const int64_t pixels = grad_image ? planes * sizes.height * sizes.width : 0;
-  const int64_t bytes = tiles * int64_t(sizeof(Nine)) + planes * int64_t(sizeof(Bits)) +
-                        pixels * int64_t(sizeof(ExactSum));
+  const int64_t bytes =
+      tiles * int64_t(sizeof(Nine)) + planes * int64_t(sizeof(Bits)) + ExactSums::bytes_for(pixels);
   return with_maps(in, bytes, workspace, stream, [&](const Homography* maps, void* memory) {
     Nine* const of_tiles = static_cast<Nine*>(memory);
     Bits* const largest = reinterpret_cast<Bits*>(of_tiles + tiles);
-    ExactSum* const sums = reinterpret_cast<ExactSum*>(largest + planes);
+    Bits* const low = largest + planes;
+    const ExactSums sums{low, low + pixels, reinterpret_cast<uint32_t*>(low + 2 * pixels)};
     if (to.grad_warp)
       launch_matrix_gradient<false>(in, maps, grad, of_tiles, in.warp, to.grad_warp, stream);
     if (pixels == 0) return;
