@@ -36,21 +36,16 @@ __device__ int64_t look_up(const SplineInputs<Real, Index>& in, int64_t slot, do
   return kind;
 }
 
-// Write to p the derivative of a pair along its D directions, and return the first row of P to
-// which it adds.
-template <int kDegree, int D, class Real, class Index>
-__device__ int64_t differentiate(const SplineInputs<Real, Index>& in, int64_t kind, const double* d,
-                                 const double (*directions)[3], double* p) {
-  const int64_t cells = in.functions - kDegree;
-  const Kind constants(in.davg + 4 * kind, in.dstd + 4 * kind, in.grid + 2 * kind, cells);
-  const Cutoff cutoff{in.rcut_smth, in.rcut};
-  return kind * in.functions + derivative<kDegree, D>(constants, cutoff, cells, d, directions, p);
+template <class Real, class Index>
+__device__ Kind constants_of(const SplineInputs<Real, Index>& in, int64_t kind, int64_t cells) {
+  return Kind(in.davg + 4 * kind, in.dstd + 4 * kind, in.grid + 2 * kind, cells);
 }
 
 template <int kDegree, int D, class Real, class Index>
 __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index> in, Real* P) {
   __shared__ Pair<kDegree> pairs[kSlots];
-  const int64_t atom = blockIdx.x, rows = in.kinds * in.functions;
+  const int64_t atom = blockIdx.x, rows = in.kinds * in.functions, cells = in.functions - kDegree;
+  const Cutoff cutoff{in.rcut_smth, in.rcut};
   for (int64_t first_row = 0; first_row < rows; first_row += kThreads) {
     const int64_t row = first_row + threadIdx.x;
     double total[4] = {};
@@ -60,9 +55,13 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
       if (int(threadIdx.x) < count) {
         Pair<kDegree>& pair = pairs[threadIdx.x];
         double d[3], directions[D + 1][3];
-        pair.place = look_up<kDegree>(in, atom * in.slots + first + threadIdx.x, d, directions);
-        if (pair.place >= 0)
-          pair.place = differentiate<kDegree, D>(in, pair.place, d, directions, pair.p);
+        const int64_t kind =
+            look_up<kDegree>(in, atom * in.slots + first + threadIdx.x, d, directions);
+        pair.place = kind;
+        if (kind >= 0)
+          pair.place =
+              kind * in.functions + derivative<kDegree, D>(constants_of(in, kind, cells), cutoff,
+                                                           cells, d, directions, pair.p);
       }
       __syncthreads();
       for (int j = 0; j < count; ++j) {
@@ -78,26 +77,22 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(SplineInputs<Real, Index>
   }
 }
 
-// D is the number of directions with the one that is added here.
 template <int kDegree, int D, class Real, class Index>
 __global__ void __launch_bounds__(kThreads)
     backward_kernel(SplineInputs<Real, Index> in, const Real* grad, Real* grad_d) {
   const int64_t slot = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (slot >= in.atoms * in.slots) return;
-  double d[3], directions[D][3], p[4 * (kDegree + 1)];
+  double d[3], directions[D + 1][3], of_d[3];
   const int64_t kind = look_up<kDegree>(in, slot, d, directions);
-  const int64_t rows = in.kinds * in.functions;
-  const Real* upstream = grad + slot / in.slots * 4 * rows;
-  for (int c = 0; c < 3; ++c) {
-    double total = kind == Pair<kDegree>::kWrong ? NAN : 0;
-    if (kind >= 0) {
-      for (int other = 0; other < 3; ++other) directions[D - 1][other] = other == c;
-      const int64_t place = differentiate<kDegree, D>(in, kind, d, directions, p);
-      for (int b = 0; b <= kDegree; ++b)
-        for (int a = 0; a < 4; ++a) total += p[4 * b + a] * double(upstream[a * rows + place + b]);
-    }
-    grad_d[3 * slot + c] = Real(total);
+  for (double& number : of_d) number = kind == Pair<kDegree>::kWrong ? NAN : 0;
+  if (kind >= 0) {
+    const int64_t rows = in.kinds * in.functions, cells = in.functions - kDegree;
+    const Real* of_kind = grad + slot / in.slots * 4 * rows + kind * in.functions;
+    gradient<kDegree, D>(
+        constants_of(in, kind, cells), Cutoff{in.rcut_smth, in.rcut}, cells, d, directions,
+        [&](int64_t row, int a) { return double(of_kind[a * rows + row]); }, of_d);
   }
+  for (int c = 0; c < 3; ++c) grad_d[3 * slot + c] = Real(of_d[c]);
 }
 
 }  // namespace
@@ -123,11 +118,11 @@ cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>& in
   const unsigned blocks = unsigned((in.atoms * in.slots + kThreads - 1) / kThreads);
   const bool is_quintic = in.spline == Spline::kQuintic;
   auto kernel =
-      is_quintic ? backward_kernel<5, 1, Real, Index> : backward_kernel<3, 1, Real, Index>;
+      is_quintic ? backward_kernel<5, 0, Real, Index> : backward_kernel<3, 0, Real, Index>;
   if (in.directions == 1)
-    kernel = is_quintic ? backward_kernel<5, 2, Real, Index> : backward_kernel<3, 2, Real, Index>;
+    kernel = is_quintic ? backward_kernel<5, 1, Real, Index> : backward_kernel<3, 1, Real, Index>;
   if (in.directions == 2)
-    kernel = is_quintic ? backward_kernel<5, 3, Real, Index> : backward_kernel<3, 3, Real, Index>;
+    kernel = is_quintic ? backward_kernel<5, 2, Real, Index> : backward_kernel<3, 2, Real, Index>;
   if (blocks > 0) kernel<<<blocks, kThreads, 0, stream>>>(in, grad, grad_d);
   return cudaGetLastError();
 }

@@ -353,27 +353,20 @@ void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, cons
   }
 }
 
-// Write the gradient of the derivatives along D directions. Its component c is the derivative along
-// one more direction, the unit vector c.
+// Write the gradient of the derivatives along D directions.
 template <int kDegree, int D, class Real, class Index>
 void differentiate_derivatives(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
                                Real* grad_d) {
-  double directions[D + 1][3];
-  Row p[kDegree + 1];
+  double directions[D][3], of_d[3];
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const double d[3] = {pair[kX], pair[kY], pair[kZ]};
     std::copy_n(call.in.along + 3 * D * pair.slot(), 3 * D, directions[0]);
-    const int64_t kind = pair.kind();
-    for (int c = 0; c < 3; ++c) {
-      for (int other = 0; other < 3; ++other) directions[D][other] = other == c;
-      const int64_t cell =
-          derivative<kDegree, D + 1>(call.kinds.get()[kind], call.cutoff, call.cells, d, directions,
-                                     reinterpret_cast<double*>(p));
-      Row total{};
-      for (int b = 0; b <= kDegree; ++b) total += p[b] * grad[kind * call.in.functions + cell + b];
-      grad_d[3 * pair.slot() + c] = Real(sum_of(total));
-    }
+    const Row* of_kind = grad + pair.kind() * call.in.functions;
+    gradient<kDegree, D>(
+        call.kinds.get()[pair.kind()], call.cutoff, call.cells, d, directions,
+        [&](int64_t row, int a) { return of_kind[row][a]; }, of_d);
+    for (int c = 0; c < 3; ++c) grad_d[3 * pair.slot() + c] = Real(of_d[c]);
   }
 }
 
