@@ -127,6 +127,12 @@ constexpr Derivative derivative_of(const char* name) {
   return {name, &vjp_of<Operators, op, factors>, &jvp_of<Operators, op, factors>};
 }
 
+// Return the type in which atoms are sorted. int32 takes half the passes of a radix sort. A number
+// of atoms that is a symbol could be larger.
+inline Type type_for(const Value& atom_count) {
+  return (atom_count / (int64_t(1) << 31)).is_known(0) ? Type::kInt32 : Type::kInt64;
+}
+
 // Raise an error where an operator of results cannot compute the wanted ones.
 inline void check_results(const char* op, const char* name, const Value& vectors,
                           const Value& mask) {
