@@ -124,14 +124,18 @@ def _toolkit_version(home: str) -> str:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the names of this machine's GPUs; () if CUDA_VISIBLE_DEVICES hides them all."""
+    """Return the names of this machine's GPUs, or "GPU" where the driver's files do not name them.
+
+    Return () if there are none, or if CUDA_VISIBLE_DEVICES hides them all.
+    """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return ()
     names = set()
     for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
             names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
-    if not names and os.path.exists("/dev/dxg"):  # WSL, which has no /proc/driver/nvidia
+    # WSL has no /proc/driver/nvidia, and a container may lack it.
+    if not names and (os.path.exists("/dev/dxg") or glob.glob("/dev/nvidia[0-9]*")):
         return ("GPU",)
     return tuple(sorted(names))
 

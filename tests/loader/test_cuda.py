@@ -40,6 +40,8 @@ _MACHINE = """
 import glob, os, torch
 torch.version.cuda = "13.2"
 def found(pattern, real=glob.glob, **options):
+    if pattern.startswith("/dev/nvidia"):
+        return {devices!r}
     return {gpus!r} if pattern.startswith("/proc/driver/nvidia") else real(pattern, **options)
 glob.glob = found
 def access(path, mode, real=os.access):
@@ -50,10 +52,14 @@ os.access = access
 
 
 def machine(names: tuple[str, ...], home: Path | str) -> str:
-    """Return the begin of a script that runs on a machine with these GPUs and this toolkit."""
-    gpus = [f"/proc/driver/nvidia/gpus/{i}/information" for i in range(len(names))]
+    """Return the begin of a script that runs on a machine with these GPUs and this toolkit.
+
+    A GPU without a name is one of a container that lacks /proc/driver/nvidia.
+    """
+    devices = [f"/dev/nvidia{i}" for i in range(len(names))]
+    gpus = [f"/proc/driver/nvidia/gpus/{i}/information" for i, name in enumerate(names) if name]
     files = [with_file(gpu, f"Model: \t\t {name}\n") for gpu, name in zip(gpus, names)]
-    return "".join(files) + _MACHINE.format(gpus=gpus, home=str(home))
+    return "".join(files) + _MACHINE.format(devices=devices, gpus=gpus, home=str(home))
 
 
 class CudaCheckout(Checkout):
@@ -127,6 +133,8 @@ ALL_ARCHES = "8.0;9.0+PTX"
         ((), {"TORCH_CUDA_ARCH_LIST": "8.0"}, "8.0"),
         ((), {"TORCH_CUDA_ARCH_LIST": "native"}, "no GPU was visible"),
         (("H200",), {}, ALL_ARCHES),
+        (("",), {}, ALL_ARCHES),
+        (("",), {"CUDA_VISIBLE_DEVICES": ""}, "no GPU was visible"),
         (("H200",), {"CUDA_VISIBLE_DEVICES": ""}, "no GPU was visible"),
         (("H200",), {"CUDA_VISIBLE_DEVICES": "-1"}, "no GPU was visible"),
         (("H200",), {"CALCOPS_CUDA": "0"}, "CALCOPS_CUDA=0 was set; unset CALCOPS_CUDA"),
