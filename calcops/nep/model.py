@@ -222,9 +222,14 @@ class Nep(torch.nn.Module):
         else:
             energy = torch.zeros_like(q[:, 0])
             for t in range(w0.shape[0]):
-                atoms = (types == t).nonzero().squeeze(-1)
-                hidden = torch.tanh(torch.addmm(-self.b0[t], q[atoms], w0[t]))
-                energy = energy.index_add(0, atoms, hidden @ self.w1[t])
+                of_type = types == t
+                if q.is_cuda:  # nonzero() would wait for the GPU, so all atoms are computed
+                    hidden = torch.tanh(torch.addmm(-self.b0[t], q, w0[t]))
+                    energy = energy + torch.where(of_type, hidden @ self.w1[t], 0.0)
+                else:
+                    atoms = of_type.nonzero().squeeze(-1)
+                    hidden = torch.tanh(torch.addmm(-self.b0[t], q[atoms], w0[t]))
+                    energy = energy.index_add(0, atoms, hidden @ self.w1[t])
         return torch.where(types >= 0, energy - self.bias, 0.0)
 
     def energies_of_zbl(self, d, kind):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from programs import ROOT, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FILES = ROOT / "tests/packages/nep_models"
 NUMBERS = json.loads((FILES / "numbers.json").read_text())
@@ -72,6 +73,27 @@ def test_a_model_of_some_types_gives_the_numbers_of_the_whole():
     assert part.cutoff == 4.6
     frame["types"] = [{0: 1, 2: 0}[t] for t in frame["types"]]
     for result, other in zip(part(*inputs_of(frame, part)), expected):
+        torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
+
+
+class _NoHostReads(TorchDispatchMode):
+    """Raises an error where the host would wait for numbers of a GPU."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        reads = torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense
+        assert function.overloadpacket not in reads, function
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_model_of_several_nets_never_waits_for_a_gpu(monkeypatch):
+    model = load(FILES / "nep4_types.txt")
+    assert len(model.w0) > 1
+    inputs = inputs_of(NUMBERS["nep4_types"][0], model)
+    expected = model(*inputs)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with _NoHostReads():
+        results = model(*inputs)
+    for result, other in zip(results, expected):
         torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
 
 
