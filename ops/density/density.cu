@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
     const int functions =
         int(in.functions - first_f < kFunctions ? in.functions - first_f : kFunctions);
     // A thread sums products number threadIdx.x, threadIdx.x + kThreads and so on. Beyond the last
-    // one it repeats that one, so that the loop over the pairs has no branches.
+    // one it repeats that one, so that all threads of a block take the same branches.
     const int products = P::kCount * functions;
     int q[kSums], f[kSums];
     for (int k = 0; k < kSums; ++k) {
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t row = shared.row[j];
         has_wrong |= row == P::kWrong;
         if (row < 0) continue;
-        for (int k = 0; k < kSums; ++k)
+        for (int k = 0; k < kSums && k * kThreads < products; ++k)
           for (int p = 0; p < P::kParts; ++p)
             sums[k] += shared.numbers[p][j][f[k]] * shared.Y[j][P::kParts - 1 - p][q[k]];
       }
