@@ -275,7 +275,7 @@ struct ExactSums {
     }
     const double magnitude = ldexp(fabs(x), exponent), whole = floor(magnitude);
     auto above = static_cast<Bits>(whole);
-    auto below = static_cast<Bits>(ldexp(magnitude - whole, 64));
+    auto below = static_cast<Bits>((magnitude - whole) * 0x1p64);
     if (x < 0) negate(below, above);
     const Bits before = atomicAdd(low + pixel, below);
     atomicAdd(high + pixel, above + (before + below < before ? 1 : 0));
