@@ -17,6 +17,8 @@ import torch
 
 # The architectures if no GPU is known: code for A100 and H100, and PTX for newer GPUs.
 DEFAULT_ARCHES = "8.0;9.0+PTX"
+# Stands for the GPUs of a container in which no file names them.
+UNNAMED = "an NVIDIA GPU"
 # NVIDIA's name for this kind of machine, in the paths of a toolkit.
 TARGET = {"aarch64": "sbsa-linux"}.get(os.uname().machine, "x86_64-linux")
 
@@ -66,7 +68,7 @@ def choose(needed: bool = False) -> Choice:
         if os.path.exists(f"{os.path.dirname(__file__)}/../Makefile"):
             fix = "make cuda"
         return Choice(reason=reason, fix=fix, fatal=required, gpus=gpus)
-    if not (arches or gpus):
+    if not arches and gpus in ((), (UNNAMED,)):  # the names of GPUs belong to the key of a build
         arches = DEFAULT_ARCHES
     return Choice(build=True, home=home, version=version, arches=arches, gpus=gpus)
 
@@ -124,7 +126,7 @@ def _toolkit_version(home: str) -> str:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the names of this machine's GPUs, or "GPU" where the driver's files do not name them.
+    """Return the names of this machine's GPUs, or (UNNAMED,).
 
     Return () if there are none, or if CUDA_VISIBLE_DEVICES hides them all.
     """
@@ -134,9 +136,10 @@ def visible_gpus() -> tuple[str, ...]:
     for file in glob.glob("/proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError), open(file, encoding="latin-1") as f:
             names.update(re.findall(r"^Model:\s*(.+?)\s*$", f.read(), re.MULTILINE))
-    # WSL has no /proc/driver/nvidia, and a container may lack it.
-    if not names and (os.path.exists("/dev/dxg") or glob.glob("/dev/nvidia[0-9]*")):
+    if not names and os.path.exists("/dev/dxg"):  # WSL, which has no /proc/driver/nvidia
         return ("GPU",)
+    if not names and glob.glob("/dev/nvidia[0-9]*"):
+        return (UNNAMED,)
     return tuple(sorted(names))
 
 

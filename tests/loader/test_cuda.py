@@ -152,6 +152,14 @@ def test_cuda_is_built_for_a_visible_gpu_or_on_request(built, gpus, variables, w
     assert is_built == ("8." in words or "9.0" in words)
 
 
+def test_the_key_of_gpus_without_names_does_not_depend_on_nvidia_smi(built):
+    """Another machine with the same cache could have an older GPU."""
+    built.tool("nvidia-smi", "echo 7.5")
+    assert ALL_ARCHES in built.choice(gpus=("",), **NONE)
+    assert "7.5+PTX" in built.choice(gpus=("H200",), **NONE)
+    built.tool("nvidia-smi", "echo 8.0; echo 9.0")
+
+
 def test_a_toolkit_of_another_major_version_is_not_used(built):
     built.toolkit("11.8")
     finding = built.choice(gpus=("H200",), **NONE)
