@@ -430,7 +430,8 @@ def warp_perspective(
     last column has that towards smaller x, and the last row that towards smaller y.
 
     Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is summed in
-    integers, in units of the largest upstream gradient in it. Derivatives beyond the first also call
+    integers, in units of the largest upstream gradient in it. Meanwhile it takes 16.25 bytes of memory
+    for each number of the image, as four images of float32. Derivatives beyond the first also call
     PyTorch's operators. Autocast changes nothing.
     """
 
