@@ -226,7 +226,7 @@ class Run:
 
 
 def set_environment():
-    """Let all programs share one build of the kernels, and write their output at once."""
+    """Let all programs share one build and one folder, and write their output at once."""
     import torch
 
     os.environ["CALCOPS_CUDA"] = "1"  # also where the loader does not find the GPU
@@ -236,6 +236,7 @@ def set_environment():
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(path)
     os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ["OUT"] = str(gpu_results.folder().resolve())  # the programs run in another folder
 
 
 def check(run, parts):

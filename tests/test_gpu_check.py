@@ -218,12 +218,12 @@ def test_a_copy_without_git_says_so(monkeypatch, tmp_path):
     assert gpu_results.commit() == "unknown: this copy has no .git"
 
 
-def test_all_programs_have_the_variables_of_one_build(fake):
-    script = 'echo "$CALCOPS_CUDA $TORCH_CUDA_ARCH_LIST" >> "$FAKE/seen"'
+def test_all_programs_have_the_variables_of_one_build_and_one_folder(fake):
+    script = 'echo "$CALCOPS_CUDA $TORCH_CUDA_ARCH_LIST $OUT" >> "$FAKE/seen"'
     fake.program("python", script + PYTHON)
     fake.program("compute-sanitizer", script + SANITIZER)
-    fake.check(CALCOPS_CUDA="0", TORCH_CUDA_ARCH_LIST="")
-    assert set((fake.folder / "seen").read_text().splitlines()) == {"1 9.0+PTX"}
+    fake.check(CALCOPS_CUDA="0", TORCH_CUDA_ARCH_LIST="", OUT=os.path.relpath(fake.folder / "out"))
+    assert set((fake.folder / "seen").read_text().splitlines()) == {f"1 9.0+PTX {fake.folder}/out"}
 
 
 def test_a_part_that_hangs_is_killed_with_all_that_it_started_and_the_next_part_runs(fake):
