@@ -89,8 +89,9 @@ docs: .venv/.base ### after a change of a contract: generate tables, stubs and t
 bench: .venv/.bench ### every benchmark that needs no other program
 	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
 
-gpu-check: ### all that needs a GPU; writes results.json; PYTHON=python3: without pip and .venv
-	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py
+gpu-check: ### all that needs a GPU; parts=build,kernels: these alone; PYTHON=python3: without pip and .venv
+	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py \
+	  $(if $(parts),--parts $(parts)) $(if $(seconds),--seconds $(seconds))
 
 sanitize-gpu: $(if $(PYTHON),,.venv/.base) ### compute-sanitizer over every CUDA kernel; without a GPU it says so and skips
 	PYTHONPATH=. $(or $(PYTHON),$(python)) bench/gpu_check.py sanitize

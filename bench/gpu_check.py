@@ -1,35 +1,46 @@
-"""Run all checks on a GPU by one command, without installing anything.
+"""Run all checks on a GPU by one command, without installing anything, part by part.
 
     make gpu-check PYTHON=python3
+    python bench/gpu_check.py [--seconds 225] [--parts build,kernels,bench,memcheck]
+    python bench/gpu_check.py sanitize                              (make sanitize-gpu)
 
-Builds for the GPU of this machine, runs the CUDA tests, compute-sanitizer over the tests of every
-CUDA kernel, and the benchmarks bench/bench_*_cuda.py. All write their results into
-results.json in $OUT or in this repository. Says in a line each what this Python or this machine
-lacks for that, such as PyTorch with CUDA, nvcc, ninja, pytest or a GPU. The argument `sanitize`
-(make sanitize-gpu) runs only compute-sanitizer, and nothing without a GPU.
+PARTS in gpu_parts.py has the parts in their order, with their limits. At its limit, the programs of
+a part are killed, and the next part begins. A part may also use the seconds that earlier parts have
+left. `--seconds` is a limit for all parts together, and `--parts` chooses some. `sanitize` chooses
+those of compute-sanitizer and what they need, and does nothing without a GPU.
+
+results.json in $OUT or in build/gpu_check begins with the machine: date, GPU, driver, PyTorch and
+commit. It is written after each program, and what the program printed is appended to gpu_check.log
+there. If gpu_check.py is killed, only the results of the running programs are lost. It ends with an
+error unless all parts have passed. It says in a line each what this Python or this machine lacks,
+such as PyTorch with CUDA, nvcc, ninja or pytest.
+
+A machine that is lent for two calls of at most ten minutes is used by these:
+
+    python bench/gpu_check.py --seconds 225 --parts build,kernels,bench,memcheck
+    python bench/gpu_check.py --seconds 440 --parts build,tests,racecheck,synccheck,initcheck,ncu
 """
 
+import argparse
+import contextlib
+import functools
 import importlib.util
-import json
 import os
-import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+import gpu_results
+from gpu_parts import PARTS, ROOT, toolkit_program, workers
+
+SANITIZE = "build", "kernels", "memcheck", "racecheck", "synccheck", "initcheck"
 
 kNoGpu = "no GPU is visible to PyTorch"
-
-# Arguments of pytest for the tests of every kernel at its boundaries.
-KERNELS = [
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    *map(str, sorted((ROOT / "tests").rglob("test_*_cuda_kernels.py"))),
-]
 
 
 def missing():
@@ -43,7 +54,7 @@ def missing():
         yield "ninja, which runs the compilers, is neither installed nor on PATH: pip install ninja"
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         yield "no C++ compiler is on PATH: install GCC 11 or newer, or set CXX"
-    if compute_sanitizer() is None:
+    if toolkit_program("compute-sanitizer") is None:
         yield "compute-sanitizer of the CUDA toolkit is neither on PATH nor in CUDA_HOME/bin"
     yield from missing_of_torch()
 
@@ -78,98 +89,197 @@ def missing_of_torch():
         yield kNoGpu
 
 
-def compute_sanitizer():
-    """Return the path of compute-sanitizer, or None."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:{home}/bin")
+def kill_group(process):
+    """Kill a program and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(*command, **options):
-    print("+", *command[:6], flush=True)
-    result = subprocess.run(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
-    )
-    print(result.stdout[-6000:], flush=True)
-    return result
+def judged(job, code, output):
+    """Return whether a program has passed, and a summary. `code` is None if it was killed."""
+    try:
+        result = job.judge(code, output)
+    except Exception as error:  # the program has printed something else than is expected
+        result = {"passed": False, "summary": f"{type(error).__name__}: {error}"}
+    if code is None:
+        result["summary"] = f"at the limit: {result['summary']}"
+    return result | {"exit code": code}
 
 
-def tests():
-    result = run(sys.executable, "-m", "pytest", "-q", "tests", "-k", "cuda", "-m", "not long")
-    return {"passed": result.returncode == 0, "summary": result.stdout.strip().splitlines()[-1]}
+class Run:
+    """The results so far, and the programs that run."""
+
+    def __init__(self, begin, seconds):
+        self.begin = begin
+        self.end = begin + seconds
+        self.deadline = time.monotonic()
+        self.parts = {}
+        self.results = {"machine": gpu_results.describe(), "parts": self.parts}
+        self.processes = set()
+        self.lock = threading.RLock()
+        self.path = gpu_results.folder() / "results.json"
+        self.log = self.path.with_name("gpu_check.log")
+        self.log.write_text("")
+
+    def seconds(self):
+        return round(time.monotonic() - self.begin, 1)
+
+    def print(self, text):
+        print(f"[{self.seconds():6.1f} s] {text}"[:200], flush=True)
+
+    def write(self):
+        with self.lock:
+            gpu_results.write_json(self.path, self.results)
+
+    def run_part(self, name):
+        """Run the programs of a part until its limit."""
+        limit = PARTS[name].limit * max(1, 16 / len(os.sched_getaffinity(0)))
+        self.deadline = min(self.deadline + limit, self.end)
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            return self.finish(name, "not run", "no time left")
+        jobs = list(PARTS[name].jobs(left))
+        if not jobs:
+            return self.finish(name, "skipped", f"{name} is neither on PATH nor in CUDA_HOME/bin")
+        self.parts[name] = {"state": "running", "jobs": {}}
+        self.write()
+        with ThreadPoolExecutor(workers()) as pool:
+            passed = list(pool.map(functools.partial(self.run_job, name), jobs))
+        state = "passed" if all(passed) else "failed"
+        return self.finish(name, state, f"{sum(passed)} of {len(passed)} programs passed")
+
+    def finish(self, name, state, summary):
+        """Write how a part has ended."""
+        result = self.parts.setdefault(name, {"jobs": {}})
+        result |= {"state": state, "summary": summary, "ended at": self.seconds()}
+        self.write()
+        self.print(f"{name}: {state}, {summary}")
+
+    def run_job(self, part, job):
+        """Run a program, and write how it ended. Return True if it passed."""
+        begin = time.monotonic()
+        command = list(map(str, job.command))
+        code, output = self.execute(command, os.environ | job.variables)
+        if job.report and job.report.exists():
+            output += "\n" + job.report.read_text(errors="replace")
+            job.report.unlink()
+        result = judged(job, code, output)
+        result["seconds"] = round(time.monotonic() - begin, 1)
+        with self.lock:
+            self.parts[part]["jobs"][job.name] = result
+            self.write()
+            self.append_to_log(f"{part} {job.name}: {' '.join(command)[:500]}", output, result)
+        state = "passed" if result["passed"] else "FAILED"
+        self.print(f"  {part} {job.name}: {state}, {result['summary']}")
+        return result["passed"]
+
+    def append_to_log(self, title, output, result):
+        ending = f"{result['seconds']} s, exit code {result['exit code']}: {result['summary']}"
+        with open(self.log, "a") as log:
+            log.write(f"\n+ {title}\n{output[-300_000:]}\n= {ending}\n")
+
+    def execute(self, command, environment):
+        """Return the exit code of a program, None if it was killed at the limit, and its output."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            return None, "no time left"
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            try:
+                process = self.start(command, environment, output)
+            except OSError as error:
+                return 127, str(error)
+            try:
+                code = process.wait(left)
+            except subprocess.TimeoutExpired:
+                code = None
+            # Nobody waits for the end of it, because a program that waits for a driver may not end.
+            kill_group(process)
+            self.processes.discard(process)
+            output.seek(0)
+            return code, output.read()
+
+    def start(self, command, environment, output):
+        """Start a program in a process group of its own, so that all of it can be killed."""
+        with self.lock:  # stop() kills every program that has started
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            self.processes.add(process)
+        return process
+
+    def stop(self, number, frame):
+        """Kill the running programs, and say in the results which part they belonged to."""
+        with self.lock:
+            for process in list(self.processes):
+                kill_group(process)
+            for result in self.parts.values():
+                if result["state"] == "running":
+                    result["state"] = f"ended by {signal.Signals(number).name}"
+            self.write()
+            os._exit(128 + number)
 
 
-def never_run():
-    """Return the kernels of ops/ that the tests of compute-sanitizer do not run."""
-    kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)"
-    names = set()
-    for source in ROOT.glob("ops/*/*.cu"):
-        names |= set(re.findall(kernel, source.read_text()))
-    script = f"""
-import pytest
-from torch.profiler import ProfilerActivity, profile
-with profile(activities=[ProfilerActivity.CUDA]) as record:
-    pytest.main({KERNELS!r})
-print(*{{event.name for event in record.events()}}, sep="\\n")
-"""
-    events = run(sys.executable, "-c", script).stdout
-    return sorted(name for name in names if not re.search(rf"\b{name}\b", events))
+def set_environment():
+    """Let all programs share one build and one folder, and write their output at once."""
+    import torch
+
+    os.environ["CALCOPS_CUDA"] = "1"  # also where the loader does not find the GPU
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        major, minor = torch.cuda.get_device_capability()
+        os.environ["TORCH_CUDA_ARCH_LIST"] = f"{major}.{minor}+PTX"
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ["OUT"] = str(gpu_results.folder().resolve())  # the programs run in another folder
 
 
-def sanitize():
-    tool = compute_sanitizer()
-    # PyTorch's caching allocator puts tensors side by side, so an access beyond the end of one of
-    # them would not be found.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CALCOPS_KERNEL_RUNS": "1"}
-    missed = never_run()
-    results = {
-        "coverage": {"passed": not missed, "summary": f"never run: {', '.join(missed) or 'none'}"}
-    }
+def check(run, parts):
+    """Run the parts. Return 0 if all have passed, else 1."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, run.stop)
+    run.write()
+    run.print("machine: " + ", ".join(str(value) for value in run.results["machine"].values()))
+    for part in parts:
+        if run.parts.get("build", {"state": "passed"})["state"] == "passed":
+            run.run_part(part)
+        else:
+            run.finish(part, "not run", "the build failed")
+    failed = [part for part in parts if run.parts[part]["state"] not in ("passed", "skipped")]
+    print(run.path, f"failed: {', '.join(failed)}" if failed else "all passed", sep="\n")
+    return 1 if failed else 0
 
-    def watch(check):
-        options = ["--tool", check, "--target-processes", "application-only"]
-        options += ["--error-exitcode", "9"]
-        return run(tool, *options, sys.executable, "-m", "pytest", *KERNELS, env=environment)
 
-    checks = ("memcheck", "racecheck", "initcheck", "synccheck")
-    with ThreadPoolExecutor() as pool:
-        for check, result in zip(checks, pool.map(watch, checks), strict=True):
-            summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", result.stdout)
-            results[check] = {
-                "passed": result.returncode == 0,
-                "summary": summaries[-1] if summaries else "no summary",
-            }
-    return {"passed": all(result["passed"] for result in results.values()), **results}
+def chosen_parts(text):
+    names = text.split(",")
+    unknown = set(names) - {"machine", *PARTS}  # the machine is always described
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(PARTS)}, got {min(unknown)}")
+    return names
 
 
 def main():
-    only_sanitize = sys.argv[1:] == ["sanitize"]
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="?", choices=["sanitize"])
+    parser.add_argument("--seconds", type=float, default=1e9, help="a limit for all parts together")
+    parser.add_argument("--parts", type=chosen_parts, default=list(PARTS), help=",".join(PARTS))
+    options = parser.parse_args()
     lacks = list(missing())
-    if only_sanitize and kNoGpu in lacks:
+    if options.only and kNoGpu in lacks:
         print(f"gpu_check: skipped, {kNoGpu}")
         return 0
     if lacks:
         print(*(f"gpu_check: {line}" for line in lacks), sep="\n", file=sys.stderr)
         return 1
-    os.environ["PYTHONPATH"] = str(ROOT)
-    return check(only_sanitize)
-
-
-def check(only_sanitize):
-    build = run(sys.executable, "-m", "calcops_jit", "build")
-    results = {"build": {"passed": build.returncode == 0}}
-    parts = [sanitize] if only_sanitize else [tests, sanitize]
-    if build.returncode == 0:
-        for part in parts:
-            results[part.__name__] = part()
-    path = Path(os.environ.get("OUT", ROOT)) / "results.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    failed = [part for part, result in results.items() if not result["passed"]]
-    if not only_sanitize:
-        for bench in sorted((ROOT / "bench").glob("bench_*_cuda.py")):
-            if subprocess.run([sys.executable, bench], cwd=ROOT).returncode:
-                failed.append(bench.name)
-    print(path, f"failed: {', '.join(failed)}" if failed else "all passed", sep="\n")
-    return 1 if failed else 0
+    set_environment()
+    chosen = SANITIZE if options.only else options.parts
+    return check(Run(begin, options.seconds), [part for part in PARTS if part in chosen])
 
 
 if __name__ == "__main__":

@@ -61,6 +61,13 @@ def pytest_addoption(parser):
     )
 
 
+def _needs_gpu(item):
+    """Return True for a test that runs kernels, asks for a GPU or has the device "cuda"."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    is_on_cuda = any(isinstance(x, str) and x == "cuda" for x in parameters)
+    return is_on_cuda or bool({"gpu", "kernels"} & set(item.fixturenames))
+
+
 def pytest_collection_modifyitems(items):
     slow = _slow_seconds()
     file_seconds = Counter()
@@ -71,6 +78,8 @@ def pytest_collection_modifyitems(items):
         names = {_name(item.path, name) for name in (test, *item.fixturenames)}
         if slow.keys() & names:
             item.add_marker(pytest.mark.slow)
+        if _needs_gpu(item):
+            item.add_marker(pytest.mark.gpu)
     items.sort(key=lambda item: -file_seconds[item.path.name])
 
 
@@ -125,6 +134,14 @@ def device(request):
         return
     with Emulated.on():
         yield request.param
+
+
+@pytest.fixture
+def gpu():
+    """Return the device "cuda", on which the test computes."""
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU")
+    return "cuda"
 
 
 @pytest.fixture

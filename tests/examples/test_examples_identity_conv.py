@@ -71,6 +71,7 @@ def test_operator_and_class_give_a_copy_of_any_layout_and_dtype(example, device,
 
 def test_operator_passes_opcheck_and_has_the_gradient_of_a_copy(example, device):
     x = torch.randn(2, 3, device=device, dtype=torch.double, requires_grad=True)
+    pytest.importorskip("expecttest", reason="torch.library.opcheck imports it")
     torch.library.opcheck(torch.ops.my_ops.identity_conv_op.default, (x,))
     assert torch.autograd.gradcheck(torch.ops.my_ops.identity_conv_op, x)
     obj = torch.classes.my_ops.IdentityConvClass(3)
@@ -78,9 +79,8 @@ def test_operator_passes_opcheck_and_has_the_gradient_of_a_copy(example, device)
     assert torch.autograd.gradcheck(lambda x: torch.ops.my_ops.identity_conv_object(obj, x), x)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_the_kernel_runs_on_the_current_stream(example):
-    x = torch.zeros(1 << 24, device="cuda")
+def test_the_kernel_runs_on_the_current_stream(example, gpu):
+    x = torch.zeros(1 << 24, device=gpu)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

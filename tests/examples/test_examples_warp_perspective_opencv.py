@@ -92,10 +92,9 @@ def test_arguments_that_opencv_would_misread_are_refused(library, changes, text)
         library.warp_perspective(*(good | changes).values())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_cuda_tensor_is_refused(library):
+def test_a_cuda_tensor_is_refused(library, gpu):
     with pytest.raises(NotImplementedError, match="CUDA"):
-        library.warp_perspective(torch.ones(4, 4, device="cuda"), torch.eye(3, device="cuda"))
+        library.warp_perspective(torch.ones(4, 4, device=gpu), torch.eye(3, device=gpu))
 
 
 def test_the_script_prints_differences_graphs_and_the_output_of_the_program(printed):

@@ -14,13 +14,6 @@ from calcops_jit import force, force_virial
 backward = torch.ops.calcops._force_virial_backward
 
 
-@pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch sees no GPU")
-    return "cuda"
-
-
 # ---- values --------------------------------------------------------------------------------------
 
 

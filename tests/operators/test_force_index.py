@@ -102,10 +102,8 @@ def test_vmap_takes_the_index(device, without_vmap_fallback):
     assert_equal_lists(mapped, expected, rtol=0, atol=0)
 
 
-def test_with_an_index_a_call_launches_at_most_two_kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch sees no GPU")
-    inputs = pairs(natoms=3000, neighbors=50, device="cuda")
+def test_with_an_index_a_call_launches_at_most_two_kernels(gpu):
+    inputs = pairs(natoms=3000, neighbors=50, device=gpu)
     index = neighbor_index(inputs[0], 2)
     names = launches(lambda: force_virial(*inputs, 2, neighbor_index=index))
     assert len(names) <= 2, names

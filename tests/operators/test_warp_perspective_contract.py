@@ -256,11 +256,10 @@ def test_an_integer_image_with_a_matrix_that_requires_a_gradient_is_an_error(dty
         warp_perspective(image, warp)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class TestOnAGpu:
-    def test_kernels_run_on_the_current_stream_and_in_a_cuda_graph(self):
-        image = random_image(3, 500, 400).cuda()
-        warp = TILTED.cuda()
+    def test_kernels_run_on_the_current_stream_and_in_a_cuda_graph(self, gpu):
+        image = random_image(3, 500, 400).to(gpu)
+        warp = TILTED.to(gpu)
         expected = warp_perspective(image, warp, (300, 300))
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):

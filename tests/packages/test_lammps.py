@@ -9,7 +9,6 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from ase import Atoms
 from calcops.potentials.lennard_jones import LennardJones
 from calcops.potentials.package import save
 from calcops.potentials.stillinger_weber import StillingerWeber
@@ -27,7 +26,12 @@ from lammps_plugin import (
     difference,
     tables,
 )
-from structures import inputs_of
+
+for name in ("ase", "vesin"):
+    pytest.importorskip(name)
+
+from ase import Atoms  # noqa: E402
+from structures import inputs_of  # noqa: E402
 
 pytestmark = pytest.mark.long  # a foreign program
 
@@ -249,10 +253,9 @@ def test_a_float32_model_gives_the_energy_to_1e_5(lammps, models, zero):
     assert energy == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("ending", [".pt", ".pt2"])
-def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending):
-    save(LennardJones(), models / f"gpu{ending}", device="cuda")
+def test_a_gpu_gives_the_forces_of_lammps(lammps, models, zero, ending, gpu):
+    save(LennardJones(), models / f"gpu{ending}", device=gpu)
     dump = (
         f"dump atoms all custom 1 gpu{ending}.1 id fx fy fz\n"
         "dump_modify atoms sort id format float %.17g\n"

@@ -7,14 +7,18 @@ import sys
 
 import numpy as np
 import pytest
-from ase import Atoms
 from lammps_plugin import SHAKE, THERMO, Lammps, difference, tables
 from programs import ROOT, run
-from structures import inputs_of
+
+for name in ("ase", "vesin"):
+    pytest.importorskip(name)
+
+from ase import Atoms  # noqa: E402
+from structures import inputs_of  # noqa: E402
 
 sys.path.append(str(ROOT / "bench"))
-from calcops.potentials.energies import potential_of
-from calcops.potentials.package import save
+from calcops.potentials.energies import potential_of  # noqa: E402
+from calcops.potentials.package import save  # noqa: E402
 from lammps_models import Messages  # noqa: E402
 
 pytestmark = pytest.mark.long  # a foreign program

@@ -10,9 +10,12 @@ from calcops.potentials.lennard_jones import LennardJones
 from calcops.potentials.package import save
 from calcops.potentials.potential import Potential
 from calcops.potentials.stillinger_weber import StillingerWeber
-from calcops.train.deep_potential import DeepPotential
 from lammps_plugin import MELT, SHAKE, SW, THERMO, Lammps, difference, tables
-from test_train import arrays
+
+pytest.importorskip("scipy")
+
+from calcops.train.deep_potential import DeepPotential  # noqa: E402
+from test_train import arrays  # noqa: E402
 
 pytestmark = pytest.mark.long  # a foreign program
 

@@ -4,11 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ase import Atoms
 from calcops.nep import load
 from calcops.potentials.package import save
 from lammps_plugin import Lammps, difference
-from structures import inputs_of
+
+for name in ("ase", "vesin"):
+    pytest.importorskip(name)
+
+from ase import Atoms  # noqa: E402
+from structures import inputs_of  # noqa: E402
 
 pytestmark = pytest.mark.long  # a foreign program
 

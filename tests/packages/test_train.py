@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 from calcops.potentials import package
-from calcops.train.deep_potential import DeepPotential, load_npz
-from calcops.train.weights import initial, save_npz
+
+pytest.importorskip("scipy")
+
+from calcops.train.deep_potential import DeepPotential, load_npz  # noqa: E402
+from calcops.train.weights import initial, save_npz  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
