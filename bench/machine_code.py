@@ -1,4 +1,4 @@
-"""Registers, stack and instructions of CUDA kernels, read from their machine code without a GPU.
+"""Registers, stack and instructions of operators' kernels, read from their machine code.
 
     python bench/machine_code.py ops/density/density.cu [--arch sm_90] [--before FOLDER]
 
@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,7 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def output_of(*command, **options):
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, **options).stdout
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, **options)
+    if result.returncode:
+        sys.exit(f"machine_code: {command[0]} failed")
+    return result.stdout
 
 
 def cuobjdump(option, cubin):
@@ -81,12 +85,10 @@ def main():
     options = parser.parse_args()
     print("registers, bytes of stack, bytes of shared memory, instructions, loops")
     for source in options.sources:
-        source = source.resolve()
-        now = kernels(source, options.arch)
-        before = {}
-        if options.before:
-            before = kernels(options.before.resolve() / source.relative_to(ROOT), options.arch)
-        print(f"\n{source.relative_to(ROOT)}, {options.arch}")
+        path = source.resolve().relative_to(ROOT)
+        now = kernels(ROOT / path, options.arch)
+        before = kernels(options.before.resolve() / path, options.arch) if options.before else {}
+        print(f"\n{path}, {options.arch}")
         for name in before | now:
             if before.get(name) == now.get(name):
                 continue

@@ -219,17 +219,19 @@ class Nep(torch.nn.Module):
         w0 = self.scale.unsqueeze(-1) * self.w0
         if w0.shape[0] == 1:
             energy = torch.tanh(torch.addmm(-self.b0[0], q, w0[0])) @ self.w1[0]
+        elif q.is_cuda:
+            # nonzero() would wait for the GPU, so each net gets all atoms.
+            x = q.new_zeros(len(q), w0.shape[-1])
+            for t in range(w0.shape[0]):
+                own = (types == t).unsqueeze(-1)
+                x = torch.where(own, torch.addmm(-self.b0[t], q, w0[t]), x)
+            energy = (torch.tanh(x) * self.w1[types.clamp(min=0)]).sum(-1)
         else:
             energy = torch.zeros_like(q[:, 0])
             for t in range(w0.shape[0]):
-                of_type = types == t
-                if q.is_cuda:  # nonzero() would wait for the GPU, so all atoms are computed
-                    hidden = torch.tanh(torch.addmm(-self.b0[t], q, w0[t]))
-                    energy = energy + torch.where(of_type, hidden @ self.w1[t], 0.0)
-                else:
-                    atoms = of_type.nonzero().squeeze(-1)
-                    hidden = torch.tanh(torch.addmm(-self.b0[t], q[atoms], w0[t]))
-                    energy = energy.index_add(0, atoms, hidden @ self.w1[t])
+                atoms = (types == t).nonzero().squeeze(-1)
+                hidden = torch.tanh(torch.addmm(-self.b0[t], q[atoms], w0[t]))
+                energy = energy.index_add(0, atoms, hidden @ self.w1[t])
         return torch.where(types >= 0, energy - self.bias, 0.0)
 
     def energies_of_zbl(self, d, kind):

@@ -56,16 +56,15 @@ __device__ inline double sum_of_block(double x, double* shared) {
   return sum;
 }
 
-// Blocks that a multiprocessor must hold at once. Three leave 80 registers for a thread, four 64. 0
-// stands for no limit.
-template <bool kVirial, class Real>
-constexpr int kBlocksAtOnce = !kVirial                         ? 0
-                              : sizeof(Real) == sizeof(double) ? 3
-                                                               : 4;
+// Blocks that a multiprocessor must hold at once; 0: no limit. Three leave 80 registers for a
+// thread, where virials in float64 would take 92. Four would leave 64: float32 would spill on GPUs
+// newer than sm_90.
+template <bool kVirial>
+constexpr int kBlocksAtOnce = kVirial ? 3 : 0;
 
 // Write the atoms' results. exact: memory for their unrounded virials [N, 3, 3], or nullptr.
 template <bool kVirial, class Real>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<kVirial, Real>)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce<kVirial>)
     atom_kernel(Inputs<Real> in, EdgeOutputs<Real> out, double* exact) {
   using R = std::conditional_t<kVirial, Row, double>;
   const int64_t lane = threadIdx.x % kWarp;
