@@ -1,7 +1,7 @@
 """Times of every operator's CUDA kernels, beside a device-to-device copy of as many bytes.
 
     python bench/bench_kernels_cuda.py [--only force] [--seconds 60]      (make bench; needs a GPU)
-    python bench/bench_kernels_cuda.py --table kernels.json               prints a Markdown table
+    python bench/bench_kernels_cuda.py --table kernels.json               prints them as Markdown
     python bench/bench_kernels_cuda.py --rehearse                         without a GPU
 
 A line a case: microseconds of a call in a replayed CUDA graph, the bytes that the call must move,
@@ -333,16 +333,44 @@ def line_of(name, row):
     return f"{name:66} {row.get('error') or row.get('skipped') or 'ran'}"
 
 
+def predictions(gpu):
+    """Return {case: its predicted microseconds, as "95-115"} of results/cuda_predictions.md."""
+    page = Path(__file__).parent / "results" / "cuda_predictions.md"
+    rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines()]
+    predicted = {}
+    for name, *figures in (row for row in rows if len(row) == 6 and row[1].isdigit()):
+        on_h100, on_h200 = figures[2:4]
+        if "H200" in gpu and on_h200 != "same":
+            predicted[name] = on_h200
+        elif "H100" in gpu or "H200" in gpu:
+            predicted[name] = on_h100
+    return predicted
+
+
+def finding(row, predicted):
+    """Return whether the time of a row is in the predicted range."""
+    if not predicted or "us" not in row:
+        return ""
+    least, most = map(float, predicted.split("-"))
+    return "confirmed" if least <= round(row["us"]) <= most else "**refuted**"
+
+
 def markdown(results):
-    """Return the Markdown table of kernels.json."""
+    """Return the Markdown table of kernels.json, with the predictions."""
     machine = results["machine"]
     lines = [f"{machine['gpu']}, {machine['date'][:10]}, commit {machine['commit']}", ""]
-    lines += ["| case | MB | copy us | us | of copy |", "|---|---|---|---|---|"]
+    lines += [
+        "| case | MB | copy us | us | of copy | predicted us | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    predicted_times = predictions(machine["gpu"])
     for name, row in results["cases"].items():
         figures = f"{row.get('error') or row.get('skipped') or 'ran'} | | "
         if "us" in row:
             figures = f"{row['copy us']:.0f} | {row['us']:.0f} | {row['of copy']:.0%}"
-        lines.append(f"| {name} | {row.get('MB', 0):.0f} | {figures} |")
+        predicted = predicted_times.get(name, "")
+        end = f"{predicted} | {finding(row, predicted)} |"
+        lines.append(f"| {name} | {row.get('MB', 0):.0f} | {figures} | {end}")
     return "\n".join(lines)
 
 

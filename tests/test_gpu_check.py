@@ -469,5 +469,18 @@ def test_every_case_of_the_benchmark_runs(tmp_path):
     for operator in (operators + "neighbor_index edge_order").split():
         assert any(name.startswith(operator) for name in rows), operator
     assert all(set(row) == {"MB"} for row in rows.values())
+    page = CHECK.with_name("results") / "cuda_predictions.md"
+    predicted = re.findall(r"^\| (.*?) \| \d+ \| \d+ / \d+ \|", page.read_text(), re.MULTILINE)
+    assert len(predicted) > 20
+    assert set(predicted) <= set(rows)
+
+    results["machine"]["gpu"] = "NVIDIA H200"
+    for us, name in zip(
+        (70, 400), ("force float64 sorted, index", "density float32, harmonics 1, functions 8")
+    ):
+        rows[name] |= {"us": us, "copy us": 43, "of copy": 43 / us}
+    (tmp_path / "kernels.json").write_text(json.dumps(results))
     printed = run(sys.executable, program, "--table", tmp_path / "kernels.json").stdout
     assert printed.count("\n| ") == len(rows) + 1
+    assert "| 43 | 70 | 61% | 62-75 | confirmed |" in printed
+    assert "| 43 | 400 | 11% | 150-300 | **refuted** |" in printed
