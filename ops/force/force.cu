@@ -338,17 +338,17 @@ __device__ inline double sum_shares(const double* shares, int64_t count, double*
 }
 
 // Write a frame's virial: the sum of its atoms' virials. The last block of a group to come here
-// adds the shares of the group's blocks, and the last group those of all groups, in their order. A
-// single block would take a millisecond for the shares of five million atoms. `sum` is the sum of
-// the row that the thread's warp has computed.
+// adds the shares of the group's blocks, and the last group those of all groups, in their order.
+// One block alone would have to read 49 MB for five million atoms. `sum` is the sum of the row that
+// the thread's warp has computed.
 template <class Real>
 __device__ inline void sum_virial(const Workspace& work, int64_t frame, const Row* sum,
                                   Real* virial) {
   __shared__ double parts[kThreads];
   const unsigned thread = threadIdx.x, tiles = unsigned(work.row_tiles);
-  const unsigned groups = unsigned(work.row_groups), tile = blockIdx.x % tiles;
-  const unsigned group = tile / kGroup, first = group * kGroup,
-                 in_group = min(kGroup, tiles - first);
+  const unsigned groups = unsigned(work.row_groups);
+  const unsigned tile = blockIdx.x % tiles, group = tile / kGroup;
+  const unsigned first = group * kGroup, in_group = min(kGroup, tiles - first);
   double* const shares = work.virials + frame * (work.row_tiles + groups) * 9;
   double* const of_groups = shares + work.row_tiles * 9;
   uint32_t* const tickets = work.tickets + frame * (work.row_groups + 1);
