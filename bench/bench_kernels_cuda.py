@@ -1,18 +1,19 @@
 """Times of every operator's CUDA kernels, beside a device-to-device copy of as many bytes.
 
-    python bench/bench_kernels_cuda.py [--only force] [--seconds 60]      (make bench; needs a GPU)
-    python bench/bench_kernels_cuda.py --table kernels.json               prints them as Markdown
-    python bench/bench_kernels_cuda.py --rehearse                         without a GPU
+    python bench/bench_kernels_cuda.py [--only force] [--seconds 60]      needs a GPU
+    python bench/bench_kernels_cuda.py --table kernels.json               needs none, like the next
+    python bench/bench_kernels_cuda.py --rehearse
 
-A line a case: microseconds of a call in a replayed CUDA graph, the bytes that the call must move,
-and the time of a copy that moves as many, as a share of the time of the call. A call must read each
-input once, but for empty slots, and write each output once. The calls of a graph have inputs of
-their own, which together are larger than the L2 cache. kernels.json in $OUT or in build/gpu_check
-is written after each case. A case that fails is a row with its error. `torch.mm` and `grid_sample`
-are PyTorch's kernels.
+Prints a line for each case: the microseconds of a call in a replayed CUDA graph, the bytes that the
+call must move, and the time of a copy that moves as many, as a share of the time of the call. A
+call must read each input once, but not the padding of a neighbour list, and write each output once.
+Each call of a graph has inputs of its own. Together they are larger than the L2 cache. kernels.json
+in $OUT or in build/gpu_check is written after each case. A case that fails is a row with its error.
+`torch.mm` and `grid_sample` are PyTorch's kernels, for comparison.
 
-`--once` runs each call once between cudaProfilerStart and cudaProfilerStop, for ncu, which
-`gpu_check.py --parts ncu` starts. `--rehearse` runs each call once on the CPU with small inputs.
+`--table` prints a kernels.json as Markdown, beside the predictions of results/cuda_predictions.md.
+`--rehearse` runs each call once on the CPU with small inputs. `--once` runs each call once between
+cudaProfilerStart and cudaProfilerStop, for ncu, which `gpu_check.py --parts ncu` starts.
 """
 
 import argparse

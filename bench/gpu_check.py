@@ -4,21 +4,16 @@
     python bench/gpu_check.py [--seconds 225] [--parts build,kernels,bench,memcheck]
     python bench/gpu_check.py sanitize                              (make sanitize-gpu)
 
-PARTS in gpu_parts.py has the parts in their order, with their limits. At its limit, the programs of
-a part are killed, and the next part begins. A part may also use the seconds that earlier parts have
-left. `--seconds` is a limit for all parts together, and `--parts` chooses some. `sanitize` chooses
-those of compute-sanitizer and what they need, and does nothing without a GPU.
+gpu_parts.py has the parts in their order, with their limits. At its limit, the programs of a part
+are killed, and the next part begins. A part may also use the seconds that earlier parts have left.
+`--seconds` is a limit for all parts together, and `--parts` chooses some. `sanitize` chooses those
+of compute-sanitizer and what they need. Without a GPU it does nothing; other parts are an error.
 
 results.json in $OUT or in build/gpu_check begins with the machine: date, GPU, driver, PyTorch and
-commit. It is written after each program, and what the program printed is appended to gpu_check.log
-there. If gpu_check.py is killed, only the results of the running programs are lost. It ends with an
-error unless all parts have passed. It says in a line each what this Python or this machine lacks,
-such as PyTorch with CUDA, nvcc, ninja or pytest.
-
-A machine that is lent for two calls of at most ten minutes is used by these:
-
-    python bench/gpu_check.py --seconds 225 --parts build,kernels,bench,memcheck
-    python bench/gpu_check.py --seconds 440 --parts build,tests,racecheck,synccheck,initcheck,ncu
+commit. It is written after each program. What the program printed is appended to gpu_check.log
+there. If gpu_check.py is killed, only the results of the running programs are lost. The exit code
+is 0 if all parts have passed. What this Python or this machine lacks, such as PyTorch with CUDA,
+nvcc, ninja or pytest, is named in a line each. README.md has the commands for fifteen minutes.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""The parts of gpu_check.py: their limits, their programs, and when a program has passed."""
+"""The parts of gpu_check.py, which the table PARTS at the end lists with their limits.
+
+A function makes the programs of a part, and another one decides whether a program has passed.
+"""
 
 import functools
 import importlib.util

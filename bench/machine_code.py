@@ -1,10 +1,10 @@
-"""Registers, stack and instructions of operators' kernels, read from their machine code.
+"""Print registers, stack and instructions of operators' CUDA kernels, from their machine code.
 
     python bench/machine_code.py ops/density/density.cu [--arch sm_90] [--before FOLDER]
 
-Prints a line for each kernel. `loops` are the instructions in each loop that contains no other.
-With `--before`, a line has the numbers of the checkout in FOLDER first. Kernels that are the same
-in both are left out. Needs nvcc, and the cuobjdump of the toolkit or of PyTorch's Triton.
+Prints a line for each kernel. `loops` are the numbers of instructions of the innermost loops. With
+`--before`, the numbers of the checkout in FOLDER come first, and kernels that are the same in both
+are left out. Needs nvcc, and the cuobjdump of the toolkit or of PyTorch's Triton, but no GPU.
 """
 
 import argparse
