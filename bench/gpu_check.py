@@ -36,6 +36,7 @@ from gpu_parts import PARTS, ROOT, toolkit_program, workers
 SANITIZE = "build", "kernels", "memcheck", "racecheck", "synccheck", "initcheck"
 
 kNoGpu = "no GPU is visible to PyTorch"
+kMostBytes = 20_000_000  # of the output of a program that are read
 
 
 def missing():
@@ -90,15 +91,30 @@ def kill_group(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def last_part(file):
+    """Return the text of a file, or its end behind a line that says so.
+
+    judge_sanitizer takes this line for a record, so that a report of which a part was not read is
+    never a good one.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - kMostBytes))
+    text = file.read().decode(errors="replace")
+    return text if size <= kMostBytes else f"========= the end of {size} bytes\n{text}"
+
+
 def judged(job, code, output):
     """Return whether a program has passed, and a summary. `code` is None if it was killed."""
     try:
         result = job.judge(code, output)
     except Exception as error:  # the program has printed something else than is expected
         result = {"passed": False, "summary": f"{type(error).__name__}: {error}"}
+    lacks = [path.name for path in job.files if not path.exists()]
+    if lacks:
+        result |= {"passed": False, "summary": f"no {', '.join(lacks)}; {result['summary']}"}
     if code is None:
         result["summary"] = f"at the limit: {result['summary']}"
-    return result | {"exit code": code}
+    return result | {"summary": result["summary"][:500], "exit code": code}
 
 
 class Run:
@@ -107,9 +123,9 @@ class Run:
     def __init__(self, begin, seconds):
         self.begin = begin
         self.end = begin + seconds
-        self.deadline = time.monotonic()
         self.parts = {}
         self.results = {"machine": gpu_results.describe(), "parts": self.parts}
+        self.deadline = time.monotonic()
         self.processes = set()
         self.lock = threading.RLock()
         self.path = gpu_results.folder() / "results.json"
@@ -120,11 +136,18 @@ class Run:
         return round(time.monotonic() - self.begin, 1)
 
     def print(self, text):
-        print(f"[{self.seconds():6.1f} s] {text}"[:200], flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(f"[{self.seconds():6.1f} s] {text}"[:200], flush=True)
 
-    def write(self):
-        with self.lock:
-            gpu_results.write_json(self.path, self.results)
+    def write(self, to_log=""):
+        """Write the results. If that fails, the next parts run all the same."""
+        try:
+            with self.lock:
+                gpu_results.write_json(self.path, self.results)
+                with open(self.log, "a") as log:
+                    log.write(to_log)
+        except OSError as error:
+            self.print(f"cannot write the results: {error}")
 
     def run_part(self, name):
         """Run the programs of a part until its limit."""
@@ -133,14 +156,15 @@ class Run:
         left = self.deadline - time.monotonic()
         if left <= 0:
             return self.finish(name, "not run", "no time left")
-        jobs = list(PARTS[name].jobs(left))
-        if not jobs:
+        jobs = PARTS[name].jobs(left)
+        if jobs is None:
             return self.finish(name, "skipped", f"{name} is neither on PATH nor in CUDA_HOME/bin")
+        jobs = list(jobs)
         self.parts[name] = {"state": "running", "jobs": {}}
         self.write()
         with ThreadPoolExecutor(workers()) as pool:
             passed = list(pool.map(functools.partial(self.run_job, name), jobs))
-        state = "passed" if all(passed) else "failed"
+        state = "passed" if passed and all(passed) else "failed"
         return self.finish(name, state, f"{sum(passed)} of {len(passed)} programs passed")
 
     def finish(self, name, state, summary):
@@ -154,31 +178,29 @@ class Run:
         """Run a program, and write how it ended. Return True if it passed."""
         begin = time.monotonic()
         command = list(map(str, job.command))
+        for path in job.files:
+            path.unlink(missing_ok=True)
         code, output = self.execute(command, os.environ | job.variables)
         if job.report and job.report.exists():
-            output += "\n" + job.report.read_text(errors="replace")
-            job.report.unlink()
+            with open(job.report, "rb") as file:
+                output += "\n" + last_part(file)
         result = judged(job, code, output)
         result["seconds"] = round(time.monotonic() - begin, 1)
+        ending = f"{result['seconds']} s, exit code {code}: {result['summary']}"
+        shown = " ".join(command)[:500]
         with self.lock:
             self.parts[part]["jobs"][job.name] = result
-            self.write()
-            self.append_to_log(f"{part} {job.name}: {' '.join(command)[:500]}", output, result)
+            self.write(f"\n+ {part} {job.name}: {shown}\n{output[-300_000:]}\n= {ending}\n")
         state = "passed" if result["passed"] else "FAILED"
         self.print(f"  {part} {job.name}: {state}, {result['summary']}")
         return result["passed"]
-
-    def append_to_log(self, title, output, result):
-        ending = f"{result['seconds']} s, exit code {result['exit code']}: {result['summary']}"
-        with open(self.log, "a") as log:
-            log.write(f"\n+ {title}\n{output[-300_000:]}\n= {ending}\n")
 
     def execute(self, command, environment):
         """Return the exit code of a program, None if it was killed at the limit, and its output."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             return None, "no time left"
-        with tempfile.TemporaryFile("w+", errors="replace") as output:
+        with tempfile.TemporaryFile() as output:
             try:
                 process = self.start(command, environment, output)
             except OSError as error:
@@ -190,8 +212,7 @@ class Run:
             # Nobody waits for the end of it, because a program that waits for a driver may not end.
             kill_group(process)
             self.processes.discard(process)
-            output.seek(0)
-            return code, output.read()
+            return code, last_part(output)
 
     def start(self, command, environment, output):
         """Start a program in a process group of its own, so that all of it can be killed."""
@@ -245,8 +266,13 @@ def check(run, parts):
             run.run_part(part)
         else:
             run.finish(part, "not run", "the build failed")
-    failed = [part for part in parts if run.parts[part]["state"] not in ("passed", "skipped")]
-    print(run.path, f"failed: {', '.join(failed)}" if failed else "all passed", sep="\n")
+    states = {part: run.parts[part]["state"] for part in parts}
+    skipped = [part for part, state in states.items() if state == "skipped"]
+    failed = [part for part, state in states.items() if state not in ("passed", "skipped")]
+    with contextlib.suppress(OSError):
+        print(run.path)
+        print(f"failed: {', '.join(failed)}" if failed else "all passed", end="")
+        print(f"; skipped: {', '.join(skipped)}" if skipped else "")
     return 1 if failed else 0
 
 
@@ -258,13 +284,21 @@ def chosen_parts(text):
     return names
 
 
+def positive(text):
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+    return float(text)
+
+
 def main():
     begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="?", choices=["sanitize"])
-    parser.add_argument("--seconds", type=float, default=1e9, help="a limit for all parts together")
-    parser.add_argument("--parts", type=chosen_parts, default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument("--seconds", type=positive, default=1e9, help="a limit for all parts")
+    parser.add_argument("--parts", type=chosen_parts, help=",".join(PARTS))
     options = parser.parse_args()
+    if options.only and options.parts:
+        parser.error("expected `sanitize` or --parts, got both")
     lacks = list(missing())
     if options.only and kNoGpu in lacks:
         print(f"gpu_check: skipped, {kNoGpu}")
@@ -273,7 +307,7 @@ def main():
         print(*(f"gpu_check: {line}" for line in lacks), sep="\n", file=sys.stderr)
         return 1
     set_environment()
-    chosen = SANITIZE if options.only else options.parts
+    chosen = SANITIZE if options.only else options.parts or PARTS
     return check(Run(begin, options.seconds), [part for part in PARTS if part in chosen])
 
 

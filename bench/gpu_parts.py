@@ -22,10 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # The tests of every kernel at its boundaries.
 KERNEL_TESTS = sorted((ROOT / "tests").rglob("test_*_cuda_kernels.py"))
 
-# Where not all tests of an operator run kernels whose threads share memory: those that do. In the
-# others, racecheck and synccheck have nothing to find. warp_perspective launches thousands of them.
+# For racecheck and synccheck: tests that run every kernel whose threads share memory. All tests of
+# warp_perspective would launch thousands of others. The kernel of the example shares none.
 SHARING_TESTS = {
     "warp_perspective": (
+        "test_kernels_agree_with_the_cpu_in_random_calls",
         "test_kernels_agree_with_the_cpu_for_an_image_repeated_many_times",
         "test_results_are_those_of_the_cpu_for_many_images_of_several_tiles",
         "test_kernels_agree_with_the_cpu_for_any_number_of_channels",
@@ -69,6 +70,7 @@ class Job(NamedTuple):
     command: list
     judge: Callable
     variables: dict = {}
+    files: tuple[Path, ...] = ()  # that it must write; those of an earlier run are removed
     report: Path | None = None  # a file whose text is appended to the output
 
 
@@ -92,27 +94,45 @@ def build(seconds):
     return [Job("build", [sys.executable, "-m", "calcops_jit", "build"], by_exit_code)]
 
 
+def judge_cases(code, output):
+    """Judge bench_kernels_cuda.py, which has passed if it has measured all cases."""
+    found = re.search(r"^[1-9]\d* cases, 0 failed, 0 skipped", output, re.MULTILINE)
+    return by_exit_code(code, output) | {"passed": code == 0 and bool(found)}
+
+
 def bench(seconds):
     command = [sys.executable, "bench/bench_kernels_cuda.py", "--seconds", max(1, seconds - 10)]
-    return [Job("bench_kernels_cuda", command, by_exit_code)]
+    files = (gpu_results.folder() / "kernels.json",)
+    return [Job("bench_kernels_cuda", command, judge_cases, files=files)]
 
 
 def force(seconds):
-    return [Job("bench_force_cuda", [sys.executable, "bench/bench_force_cuda.py"], by_exit_code)]
+    command = [sys.executable, "bench/bench_force_cuda.py"]
+    files = (gpu_results.folder() / "force_cuda.json",)
+    return [Job("bench_force_cuda", command, by_exit_code, files=files)]
+
+
+def judge_counters(code, output):
+    """Judge ncu, whose exit code is also 0 if it may not read the counters."""
+    rows = len(re.findall('^"\\d+",.*calcops::', output, re.MULTILINE))
+    return {"passed": code == 0 and rows > 0, "summary": f"the counters of {rows} kernels"}
 
 
 def ncu(seconds):
-    """Read the hardware's counters for each kernel of each case of bench_kernels_cuda.py."""
+    """Read the hardware's counters for each kernel of each case of bench_kernels_cuda.py.
+
+    Return None without ncu.
+    """
     program = toolkit_program("ncu")
     if program is None:
-        return []
+        return None
+    path = gpu_results.folder() / "ncu.csv"
     options = ["--profile-from-start", "off", "--clock-control", "none", "--nvtx"]
     options += ["--kernel-name-base", "demangled", "--kernel-name", "regex:calcops"]
-    options += ["--metrics", ",".join(COUNTERS), "--csv", "--page", "raw", "--log-file"]
-    options += [gpu_results.folder() / "ncu.csv"]
+    options += ["--metrics", ",".join(COUNTERS), "--csv", "--page", "raw", "--log-file", path]
     command = [sys.executable, "bench/bench_kernels_cuda.py", "--once"]
     command += ["--seconds", max(1, seconds - 20)]
-    return [Job("ncu", [program, *options, *command], by_exit_code)]
+    return [Job("ncu", [program, *options, *command], judge_counters, files=(path,), report=path)]
 
 
 # ---- tests ---------------------------------------------------------------------------------------
@@ -135,7 +155,8 @@ def judge_tests(code, output):
         last_line = by_exit_code(code, output)["summary"]
         return {"passed": False, "summary": f"no test ended: {last_line}"}
     summary = ", ".join(f"{count} {outcome.lower()}" for outcome, count in counts.items())
-    passed = code == 0 and counts["PASSED"] > 0 and not failed
+    has_ended = re.search(r"^=+ .*\d passed.* in \d.*=+ *$", output, re.MULTILINE)
+    passed = code == 0 and bool(has_ended) and counts["PASSED"] > 0 and not failed
     return {"passed": passed, "summary": summary, "failed": failed[:50]}
 
 
@@ -160,18 +181,25 @@ sys.exit(code)
 
 def kernel_names(operator):
     """Return the names of an operator's kernels, which other operators may have, too."""
-    source = ROOT / "ops" / operator / f"{operator}.cu"
-    kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)"
-    return sorted(set(re.findall(kernel, source.read_text()))) if source.exists() else []
+    example = ROOT / "examples" / operator.removeprefix("examples_")
+    text = "".join(
+        path.read_text()
+        for path in (ROOT / "ops" / operator, example)
+        for path in path.glob("*.cu")
+    )
+    return sorted(
+        set(re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", text))
+    )
 
 
 def never_run(operator, output):
     """Return the kernels of an operator that are not in the output of PROFILED."""
     names = "\n".join(re.findall(r"^ran: (.*)$", output, re.MULTILINE))
+    scope = "" if operator.startswith("examples_") else rf"\bcalcops::ops::{operator}::\S*( \S+)?::"
     return [
         f"{operator}: {name}"
         for name in kernel_names(operator)
-        if not re.search(rf"\bcalcops::ops::{operator}::\S*( \S+)?::{name}\b", names)
+        if not re.search(rf"{scope}\b{name}\b", names)
     ]
 
 
@@ -209,24 +237,32 @@ def tests(seconds):
 RECORD = re.compile(
     r"^========= (?! |COMPUTE-SANITIZER|\w+ SUMMARY).*\n(?:=========(?:  .*| ?)\n)*", re.MULTILINE
 )
+# What initcheck also finds: PyTorch's sort reads memory by design that nothing has written.
+OF_CUB = re.compile(r"========= Uninitialized __global__ .*\n=========  +at .*\bcub::")
 # identity_kernel is the kernel of an example.
 OWN_KERNELS = "calcops", "identity_kernel"
 
 
 def judge_sanitizer(tool, code, output):
-    """Judge the tests, then the report, which has a summary only if the tool has started.
-
-    initcheck also has records of PyTorch's sort, which reads uninitialised memory by design.
-    """
+    """Judge the tests, then the report. It must have a summary, and a record of each error."""
     result = judge_tests(code if code != 9 else 0, output)
     records = RECORD.findall(output)
+    summaries = re.findall(r"^========= \w+ SUMMARY: (\d+)(.*)", output, re.MULTILINE)
+    lacks = "no report" if not summaries else ""
+    if summaries and int(summaries[0][0]) > len(records):
+        lacks = f"{summaries[0][0]} errors, of which {len(records)} were printed"
+    if any(re.search("not printed|skipped", text) for _, text in summaries):
+        lacks = "some errors were not printed"
     if tool == "initcheck":
-        records = [record for record in records if any(name in record for name in OWN_KERNELS)]
-    has_ended = re.search(r"^========= \w+ SUMMARY", output, re.MULTILINE)
-    passed = result["passed"] and has_ended and not records and (code == 0 or tool == "initcheck")
-    found = f"{len(records)} records" if has_ended else "no report"
-    summary = f"{found}; {result['summary']}"
-    return result | {"passed": bool(passed), "summary": summary, "records": records[:5]}
+        records = [record for record in records if not OF_CUB.match(record)]
+    passed = result["passed"] and not records and not lacks and (code == 0 or tool == "initcheck")
+    summary = f"{lacks or f'{len(records)} records'}; {result['summary']}"
+    return result | {"passed": passed, "summary": summary, "records": records[:5]}
+
+
+@functools.cache
+def report_folder():
+    return tempfile.mkdtemp(prefix="gpu_check-")
 
 
 def sanitize(tool, seconds):
@@ -236,23 +272,22 @@ def sanitize(tool, seconds):
     variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CALCOPS_KERNEL_RUNS": "1"}
     options = ["--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
     # The names of host functions would make every record one of ours.
-    options += ["--show-backtrace", "device", "--print-limit", "1000"]
+    options += ["--show-backtrace", "device", "--print-limit", "0"]  # 0: all
     if tool != "initcheck":  # which has to see what PyTorch's kernels write
         for name in OWN_KERNELS:
             options += ["--kernel-name", f"kernel_substring={name}"]
-    folder = Path(tempfile.gettempdir())
     for number, path in enumerate(KERNEL_TESTS):
         selected = selected_tests(tool, path)
         if not selected:
             continue
         operator = operator_of(path)
-        report = folder / f"gpu_check-{os.getpid()}-{tool}-{operator}"
+        report = Path(report_folder(), f"{tool}-{operator}")
         # By default, all of them would use the same ten ports.
         options_of_job = ["--port", 49152 + 10 * number, "--log-file", report]
         command = [toolkit_program("compute-sanitizer"), *options, *options_of_job]
         command += [sys.executable, *PYTEST, *selected]
         judge = functools.partial(judge_sanitizer, tool)
-        yield Job(operator, command, judge, variables, report)
+        yield Job(operator, command, judge, variables, report=report)
 
 
 def selected_tests(tool, path):

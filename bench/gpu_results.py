@@ -59,6 +59,7 @@ def describe():
         "driver": printed(*query) or "unknown: nvidia-smi does not name it",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "architectures": os.environ.get("TORCH_CUDA_ARCH_LIST", ""),
         "python": platform.python_version(),
         "kernel": platform.release(),
         "processors": os.cpu_count(),

@@ -83,13 +83,19 @@ for name, part in gpu_check.PARTS.items():
     gpu_check.PARTS[name] = part._replace(limit=seconds * share)
 sys.exit(gpu_check.main())
 """
-PASSED = "tests/test_x.py::test_a PASSED   [100%]\n"
+PASSED = "tests/test_x.py::test_a PASSED   [100%]\n===== 1 passed in 0.10s =====\n"
 # Stands for Python: $1 and so on are those of `python -m pytest ...` or `python bench/...`.
 PYTHON = """
 case "$*" in
   *cuda_kernels.py*) cat "$FAKE/kernels" ;;
   *pytest*) cat "$FAKE/passed" ;;
+  *bench_kernels_cuda*) echo "{}" > "$OUT/kernels.json"; echo "75 cases, 0 failed, 0 skipped for" ;;
+  *bench_force_cuda*) echo "{}" > "$OUT/force_cuda.json" ;;
 esac
+"""
+NCU = """
+while [ "$1" != --log-file ]; do shift; done
+echo '"0","1","python","void calcops::ops::force::sum_rows<4>()"' > "$2"
 """
 SANITIZER = """
 while [ "$1" != --log-file ]; do shift; done
@@ -111,7 +117,7 @@ def ran_kernels():
         for name in gpu_parts.kernel_names(path.name):
             scope = f"calcops::ops::{path.name}::(anonymous namespace)"
             lines.append(f"ran: void {scope}::{name}<float, int>(float*)\n")
-    return "".join(lines)
+    return "".join(lines) + "ran: void (anonymous namespace)::identity_kernel<float>(float*)\n"
 
 
 class FakeMachine:
@@ -125,8 +131,9 @@ class FakeMachine:
         for name in ("pytest", "numpy", "setuptools", "ninja"):
             (folder / f"{name}.py").write_text("")
         (folder / "bin").mkdir()
-        for name in ("c++", "nvcc", "ncu"):
+        for name in ("c++", "nvcc"):
             self.program(name, "")
+        self.program("ncu", NCU)
         self.program("nvidia-smi", "echo 580.159.04")
         self.program("compute-sanitizer", SANITIZER)
         self.program("python", PYTHON)
@@ -303,10 +310,80 @@ def test_a_tool_that_cannot_start_or_runs_no_test_has_not_passed(fake):
     assert fake.check("--parts", "memcheck")[0] == 1
 
 
-def test_without_ncu_its_part_is_skipped(fake):
+def test_without_ncu_its_part_is_skipped_and_named(fake):
     (fake.folder / "bin" / "ncu").unlink()
-    assert fake.check("--parts", "ncu", PATH=fake.folder / "bin")[0] == 0
+    code, _, printed = fake.check("--parts", "ncu", PATH=fake.folder / "bin")
+    assert code == 0
+    assert printed.endswith("all passed; skipped: ncu\n")
     assert fake.states() == {"ncu": "skipped"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo PyTorch sees no GPU",
+        'echo "{}" > "$OUT/kernels.json"; echo "75 cases, 0 failed, 74 skipped for lack of time"',
+        'echo "{}" > "$OUT/kernels.json"; echo "0 cases, 0 failed, 0 skipped for lack of time"',
+    ],
+)
+def test_a_benchmark_that_measures_nothing_has_not_passed(fake, script):
+    assert fake.check("--parts", "bench")[0] == 0
+    fake.python("*bench_kernels_cuda*", script)
+    assert fake.check("--parts", "bench")[0] == 1
+    assert (fake.folder / "out" / "kernels.json").exists() == ("kernels.json" in script)
+
+
+def test_a_program_that_writes_no_results_has_not_passed(fake):
+    assert fake.check("--parts", "force")[0] == 0
+    fake.python("*bench_force_cuda*", "exit 0")
+    code, results, _ = fake.check("--parts", "force")
+    assert code == 1
+    summary = results["parts"]["force"]["jobs"]["bench_force_cuda"]["summary"]
+    assert summary.startswith("no force_cuda.json")
+
+
+def test_ncu_without_counters_has_not_passed(fake):
+    fake.program("ncu", NCU.replace("calcops", "at"))
+    assert fake.check("--parts", "ncu")[0] == 1
+
+
+LONG_REPORT = """
+while [ "$1" != --log-file ]; do shift; done
+(yes | head -c 30000000; printf '\\n========= ERROR SUMMARY: 0 errors\\n') > "$2"
+cat "$FAKE/passed"
+"""
+
+
+def test_of_a_long_output_the_end_is_kept_and_a_long_report_is_not_good(fake):
+    fake.python("*bench_kernels_cuda*", "yes | head -c 30000000; echo; echo no case")
+    fake.program("compute-sanitizer", LONG_REPORT)
+    code, results, _ = fake.check("--parts", "bench,memcheck")
+    assert code == 1
+    assert results["parts"]["bench"]["jobs"]["bench_kernels_cuda"]["summary"].endswith("no case")
+    summary = results["parts"]["memcheck"]["jobs"]["force"]["summary"]
+    assert summary == "1 records; 1 passed"
+    assert (fake.folder / "out" / "results.json").stat().st_size < 100_000
+
+
+def test_a_folder_that_is_removed_does_not_stop_the_next_parts(fake):
+    fake.python("*bench_kernels_cuda*", 'rm -r "$OUT"')
+    process = fake.start("--parts", "bench,memcheck")
+    printed, _ = process.communicate(timeout=50)
+    assert "cannot write the results" in printed
+    assert "memcheck: passed" in printed
+    assert process.returncode == 1
+
+
+def test_a_process_of_tests_that_ends_early_has_not_passed():
+    assert gpu_parts.judge_tests(0, PASSED)["passed"]
+    assert not gpu_parts.judge_tests(0, PASSED.partition("\n")[0])["passed"]
+
+
+def test_options_that_contradict_themselves_are_refused(fake):
+    for options in (["--seconds", "nan"], ["--seconds", "0"], ["sanitize", "--parts", "bench"]):
+        process = fake.start(*options)
+        assert "expected" in process.communicate()[0]
+        assert process.returncode == 2
 
 
 def test_the_page_has_the_parts_in_their_order_with_their_limits():
@@ -336,6 +413,15 @@ OF_CUB = """\
 =========     by thread (3,0,0) in block (0,0,0)
 =========\x20
 """
+OF_TORCH = OF_CUB.replace("at_cuda_detail::cub::DeviceRadixSortOnesweepKernel", "at::native::copy")
+# An output that is copied to the host, but was not written as a whole. It names no kernel.
+OF_COPY = """\
+========= Host API memory access error at host access to 0x7f of size 8 bytes
+=========     Uninitialized access at 0x7f on access by cudaMemcpy source
+=========\x20
+"""
+INTERNAL = "========= Internal Sanitizer Error: Errors might go undetected\n"
+NOT_PRINTED = "========= ERROR SUMMARY: 500 errors were not printed. Use --print-limit option\n"
 SUMMARY = "========= COMPUTE-SANITIZER\n{}========= ERROR SUMMARY: {} errors\n"
 
 
@@ -344,10 +430,16 @@ SUMMARY = "========= COMPUTE-SANITIZER\n{}========= ERROR SUMMARY: {} errors\n"
     [
         ("memcheck", 0, SUMMARY.format("", 0), [], True),
         ("memcheck", 9, SUMMARY.format(OURS, 1), [OURS], False),
+        ("memcheck", 0, SUMMARY.format("", 7), [], False),
+        ("initcheck", 9, SUMMARY.format("", 7), [], False),
+        ("initcheck", 9, SUMMARY.format(OF_TORCH, 1), [OF_TORCH], False),
         ("memcheck", 9, SUMMARY.format(OF_CUB, 1), [OF_CUB], False),
         ("initcheck", 9, SUMMARY.format(OURS, 1), [OURS], False),
         ("initcheck", 9, SUMMARY.format(OF_CUB + OF_CUB, 2), [], True),
         ("initcheck", 9, SUMMARY.format(OF_CUB + OURS, 2), [OURS], False),
+        ("initcheck", 9, SUMMARY.format(OF_CUB + OF_COPY, 2), [OF_COPY], False),
+        ("initcheck", 9, SUMMARY.format(OF_CUB, 1) + NOT_PRINTED, [], False),
+        ("initcheck", 9, SUMMARY.format(OF_CUB + INTERNAL, 1), [INTERNAL], False),
         ("initcheck", 1, SUMMARY.format(OF_CUB, 1), [], False),
         ("initcheck", 0, "========= COMPUTE-SANITIZER\n", [], False),
         ("initcheck", None, SUMMARY.format("", 0), [], False),
