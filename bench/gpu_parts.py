@@ -27,6 +27,7 @@ KERNEL_TESTS = sorted((ROOT / "tests").rglob("test_*_cuda_kernels.py"))
 SHARING_TESTS = {
     "warp_perspective": (
         "test_kernels_agree_with_the_cpu_in_random_calls",
+        "test_motions_are_those_of_the_cpu",
         "test_kernels_agree_with_the_cpu_for_an_image_repeated_many_times",
         "test_results_are_those_of_the_cpu_for_many_images_of_several_tiles",
         "test_kernels_agree_with_the_cpu_for_any_number_of_channels",
