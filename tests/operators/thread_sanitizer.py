@@ -58,6 +58,7 @@ def run(folder, program, *kernels):
         '-DCALCOPS_NO_CUDA=""',
         f"-I{folder}",
         f"-I{OPS}",
+        f"-I{OPS.parent / 'contracts/include'}",
     ]
     sources = [str(folder / "main.cpp"), *(str(OPS / kernel) for kernel in kernels)]
     command = [shutil.which("c++"), *flags, *sources, "-o", str(folder / "main")]
