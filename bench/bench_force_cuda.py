@@ -5,9 +5,10 @@
 `of copy` compares a call with a device-to-device copy that moves as many bytes as the call must
 move: the list, the live slots and the outputs, each once. It is the time of the copy divided by
 that of the call. Calls are replayed from a CUDA graph over sets of inputs that together are several
-times as large as the L2 cache. So the times include neither work of the host nor hits in the cache;
-the table of growth and the system of 192 atoms have one set of inputs. `copy ms` of the growth is
+times as large as the L2 cache. So the times include neither work of the host nor hits in the cache.
+The table of growth and the system of 192 atoms have one set of inputs. `copy ms` of the growth is
 the time of a copy of all inputs.
+
 `shuffled` numbers the atoms at random, so that neighbours are far apart in memory. `unfused` is
 matmul, scatter of the force and scatter of the virial, with one atomic for each component.
 `fused atomics` is one kernel without a fixed order (yardsticks_cuda.cu). force_cuda.json in $OUT or

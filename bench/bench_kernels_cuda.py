@@ -181,7 +181,8 @@ def warp_derivative_cases(image, matrix):
             return ops._warp_perspective_backward(*x, *options)
 
         inputs = [upstream, image, matrix]
-        nbytes = 2 * upstream.nbytes  # the image's gradient does not read the image
+        # The gradient of the image is written, but the image is not read. For the matrix it is.
+        nbytes = 2 * upstream.nbytes
         yield Case(f"warp float32 linear, backward of {name}", backward, inputs, nbytes)
     height, width = image.shape[2:]
     axes = torch.linspace(-1, 1, height), torch.linspace(-1, 1, width)
@@ -288,7 +289,7 @@ def measured(case, nbytes):
     calls = [lambda x=x: case.call(*x) for x in sets]
     ms = bench_force_cuda.milliseconds(calls, repeats=12)
     copy_ms = bench_force_cuda.copy_milliseconds(round(nbytes))
-    if copy_ms > 1.1 * ms:
+    if copy_ms > 1.1 * ms:  # the call has done something else
         raise ValueError(f"{1e3 * ms:.1f} us are less than the {1e3 * copy_ms:.1f} us of a copy")
     rate = nbytes / ms / 1e6
     return {"us": 1e3 * ms, "copy us": 1e3 * copy_ms, "of copy": copy_ms / ms, "GB/s": rate}

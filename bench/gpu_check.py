@@ -140,7 +140,7 @@ class Run:
             print(f"[{self.seconds():6.1f} s] {text}"[:200], flush=True)
 
     def write(self, to_log=""):
-        """Write the results. If that fails, the next parts run all the same."""
+        """Write the results, and append to the log. If that fails, the next parts run all the same."""
         try:
             with self.lock:
                 gpu_results.write_json(self.path, self.results)

@@ -138,7 +138,7 @@ def ncu(seconds):
 
 # ---- tests ---------------------------------------------------------------------------------------
 
-PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+PYTEST_OPTIONS = ["-v", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
 
 
 def judge_tests(code, output):
@@ -183,14 +183,10 @@ sys.exit(code)
 def kernel_names(operator):
     """Return the names of an operator's kernels, which other operators may have, too."""
     example = ROOT / "examples" / operator.removeprefix("examples_")
-    text = "".join(
-        path.read_text()
-        for path in (ROOT / "ops" / operator, example)
-        for path in path.glob("*.cu")
-    )
-    return sorted(
-        set(re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)", text))
-    )
+    sources = [*(ROOT / "ops" / operator).glob("*.cu"), *example.glob("*.cu")]
+    text = "".join(source.read_text() for source in sources)
+    kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)"
+    return sorted(set(re.findall(kernel, text)))
 
 
 def never_run(operator, output):
@@ -219,14 +215,15 @@ def kernels(seconds):
 
     for path in KERNEL_TESTS:
         operator = operator_of(path)
-        command = [sys.executable, "-c", PROFILED, *PYTEST[2:], path]
+        command = [sys.executable, "-c", PROFILED, *PYTEST_OPTIONS, path]
         yield Job(operator, command, functools.partial(judge, operator))
 
 
 def tests(seconds):
     """Run the other tests that need a GPU."""
     ignored = [f"--ignore={path}" for path in KERNEL_TESTS]
-    command = [sys.executable, *PYTEST, "tests", "-m", "gpu and not long", *ignored]
+    command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, "tests", *ignored]
+    command += ["-m", "gpu and not long"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", workers(), "--dist", "worksteal"]
     return [Job("tests", command, judge_tests)]
@@ -286,7 +283,7 @@ def sanitize(tool, seconds):
         # By default, all of them would use the same ten ports.
         options_of_job = ["--port", 49152 + 10 * number, "--log-file", report]
         command = [toolkit_program("compute-sanitizer"), *options, *options_of_job]
-        command += [sys.executable, *PYTEST, *selected]
+        command += [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, *selected]
         judge = functools.partial(judge_sanitizer, tool)
         yield Job(operator, command, judge, variables, report=report)
 

@@ -59,7 +59,7 @@ def innermost_loops(code):
 
 
 def kernels(source, arch):
-    """Return {name: text of its numbers} of the kernels of a source."""
+    """Return {name: (registers, stack, shared memory, instructions, loops)} of a source's kernels."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernels.cubin")
         folders = [f"-I{source.parents[1]}", f"-I{source.parents[2]}/contracts/include"]

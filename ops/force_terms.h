@@ -129,7 +129,7 @@ constexpr Derivative derivative_of(const char* name) {
 
 // Return the type in which atoms are sorted. int32 takes half the passes of a radix sort. A number
 // of atoms that is a symbol could be larger.
-inline Type type_for(const Value& atom_count) {
+inline Type sorted_type(const Value& atom_count) {
   return (atom_count / (int64_t(1) << 31)).is_known(0) ? Type::kInt32 : Type::kInt64;
 }
 

@@ -221,11 +221,11 @@ class Nep(torch.nn.Module):
             energy = torch.tanh(torch.addmm(-self.b0[0], q, w0[0])) @ self.w1[0]
         elif q.is_cuda:
             # nonzero() would wait for the GPU, so each net gets all atoms.
-            x = q.new_zeros(len(q), w0.shape[-1])
+            hidden = q.new_zeros(len(q), w0.shape[-1])
             for t in range(w0.shape[0]):
                 own = (types == t).unsqueeze(-1)
-                x = torch.where(own, torch.addmm(-self.b0[t], q, w0[t]), x)
-            energy = (torch.tanh(x) * self.w1[types.clamp(min=0)]).sum(-1)
+                hidden = torch.where(own, torch.addmm(-self.b0[t], q, w0[t]), hidden)
+            energy = (torch.tanh(hidden) * self.w1[types.clamp(min=0)]).sum(-1)
         else:
             energy = torch.zeros_like(q[:, 0])
             for t in range(w0.shape[0]):

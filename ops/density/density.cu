@@ -18,14 +18,15 @@ constexpr int kFunctions = 16;  // computed at a time
 // divisions.
 struct Norms {
   double of[(kMostL + 1) * (kMostL + 1)];
+
+  Norms() {
+    int q = 0;
+    for (double& norm_of_q : of) norm_of_q = norm(q++);
+  }
 };
 
 const Norms& norms_of_harmonics() {
-  static const Norms all = [] {
-    Norms norms;
-    for (int q = 0; q < (kMostL + 1) * (kMostL + 1); ++q) norms.of[q] = norm(q);
-    return norms;
-  }();
+  static const Norms all;
   return all;
 }
 

@@ -17,11 +17,9 @@ Value edge_order(const Value* arguments) {
   // The numbers of the 2E ends and of their groups fit into int32.
   if (!(Value(int64_t(1) << 30) - arguments[0].size(1)).expect_at_least(1))
     refuse("calcops::edge_order", "edge_index", "of less than 2^30 edges", arguments[0].shape());
+  const Value edge_index =
+      Value::call("aten::to.dtype", arguments[0], Value::dtype_of(Type::kInt64));
   const Value& natoms = arguments[1];
-  const Type type = type_for(natoms);
-  const Value edge_index = type == Type::kInt32 ? arguments[0]
-                                                : Value::call("aten::to.dtype", arguments[0],
-                                                              Value::dtype_of(Type::kInt64));
   const Value is_atom =
       Value::call("aten::logical_and", Value::call("aten::ge.Scalar", edge_index, 0),
                   Value::call("aten::lt.Scalar", edge_index, natoms));
@@ -32,7 +30,7 @@ Value edge_order(const Value* arguments) {
       Value::call("aten::to.dtype",
                   Value::call("aten::flatten.using_ints",
                               Value::call("aten::where.ScalarOther", is_edge, edge_index, natoms)),
-                  Value::dtype_of(type));
+                  Value::dtype_of(sorted_type(natoms)));
   const Value sorted = Value::call("aten::sort.stable", atom_of_end, /*stable=*/true, /*dim=*/0);
 
   // Under vmap, all arguments of searchsorted must be batched and have rows. So the zeros derive

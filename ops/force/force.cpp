@@ -22,17 +22,16 @@ Value neighbor_index(const Value* arguments) {
     refuse("calcops::neighbor_index", "list_neigh", "of less than 2^31 slots a frame",
            slots_a_frame);
   const Value atom_count = list_neigh.size(1) + arguments[1];  // n + nghost
-  const Type type = type_for(atom_count);
-  Value entries = Value::call("aten::flatten.using_ints", list_neigh, 1);
-  if (type == Type::kInt64)
-    entries = Value::call("aten::to.dtype", entries, Value::dtype_of(Type::kInt64));
+  const Value entries =
+      Value::call("aten::to.dtype", Value::call("aten::flatten.using_ints", list_neigh, 1),
+                  Value::dtype_of(Type::kInt64));
   const Value is_atom = Value::call("aten::logical_and", Value::call("aten::ge.Scalar", entries, 0),
                                     Value::call("aten::lt.Scalar", entries, atom_count));
 
   // Empty slots and wrong entries have the number `atom_count`, so that they are sorted last.
   const Value atom_of_slot = Value::call(
       "aten::to.dtype", Value::call("aten::where.ScalarOther", is_atom, entries, atom_count),
-      Value::dtype_of(type));
+      Value::dtype_of(sorted_type(atom_count)));
   const Value sorted = Value::call("aten::sort.stable", atom_of_slot, /*stable=*/true, /*dim=*/1);
 
   // Under vmap, all arguments of searchsorted must be batched, so the zeros derive from
