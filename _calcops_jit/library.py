@@ -6,14 +6,17 @@ import contextlib
 import copyreg
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.compiler.config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import cache, request
 from .cache import Generation
-from .inputs import state_of
+from .inputs import digest, state_of
 from .messages import BuildError, report, say
 from .registration import Registration
 from .request import Request
@@ -27,7 +30,7 @@ class Library:
     the attribute of that name.
 
     reload() changes a Library in place: its handles stay, and call the new kernels. A copy is the
-    same object.
+    same object. A Library is pickled as the arguments of its load().
     """
 
     path: str
@@ -39,6 +42,7 @@ class Library:
         self._generation: Generation | None = None  # whose kernels are called
         self._registrations: dict[str, Registration] = {}  # {digest of a generation: ...}
         self._operators: dict[str, torch._ops.OpOverloadPacket] = {}
+        self._paths: set[str] = set()  # of all generations
 
     def _exchange(self, wanted: Request, generation: Generation) -> None:
         """Load a generation and register its operators, in place of the present one.
@@ -47,19 +51,21 @@ class Library:
         """
         new = self._registrations.get(generation.digest)
         if new is None:
-            new = Registration(wanted, generation.path)
+            new = Registration(wanted, generation)
             if refusal := new.refusal(list(self._registrations.values())):
                 raise refusal
         if not new.live:
             new.take([old for old in self._registrations.values() if old is not new])
         self._registrations[generation.digest] = new
+        self._paths.add(generation.path)
         self._request = wanted
         self._generation = generation
-        for name in ("path", "operators", *self._operators):
-            vars(self).pop(name, None)
+        old_names = {*self._operators}
         self._operators = _handles(generation.manifest["operators"])
         vars(self).update({"path": generation.path, "operators": self._operators})
         vars(self).update(self._operators)
+        for name in old_names - {"path", "operators", *self._operators}:
+            vars(self).pop(name, None)
 
     def __fspath__(self) -> str:
         return self._generation.path
@@ -69,6 +75,9 @@ class Library:
 
     def __deepcopy__(self, memo: dict) -> Library:
         return self
+
+    def __reduce__(self):
+        return _unpickled, (self._request.asked,)
 
     def __getattr__(self, name: str):
         if name.startswith("_"):  # copy looks for methods of such names
@@ -87,23 +96,41 @@ _one_at_a_time = threading.RLock()
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
-def obtain(wanted: Request, build: bool = True) -> Library | None:
+def obtain(wanted: Request, build: bool = True, replaced: Library | None = None) -> Library | None:
     """Load the library for a request. Build it if neither the cache nor a wheel has it.
 
-    Return None if it is not built and `build` is False.
+    Return None if it is not built and `build` is False. `replaced` is the Library that is
+    exchanged. By default, it is that of the same arguments.
     """
     with _one_at_a_time:
-        library = _find_loaded(wanted)
-        while not _load(library, wanted, build):
-            if not build:
-                return None
-        if library not in _loaded:
-            _loaded.append(library)
-        return library
+        library = replaced or _find_loaded(wanted)
+        before = library._generation
+        if not _load(library, wanted, build):
+            return None
+    if before and before.digest != library._generation.digest:
+        _forget_traces()
+    return library
+
+
+def _unpickled(asked: dict | None) -> Library:
+    return obtain(request.request_for(**asked) if asked else request.own())
 
 
 def _load(library: Library, wanted: Request, build: bool) -> bool:
-    """Load a library from the cache or the wheel, or build it. Return False if it is not there."""
+    """Load a library from the cache or the wheel, or build it.
+
+    Return False if it is not built and `build` is False.
+    """
+    while not _load_once(library, wanted, build):
+        if not build:
+            return False
+    if library not in _loaded:
+        _loaded.append(library)
+    return True
+
+
+def _load_once(library: Library, wanted: Request, build: bool) -> bool:
+    """Load a library. Return False if it is not built, or if its file has gone meanwhile."""
     reasons: list[str] = []
     try:
         generation = cache.find(wanted, reasons)
@@ -112,6 +139,8 @@ def _load(library: Library, wanted: Request, build: bool) -> bool:
         if generation is None and build:
             from .build import built
 
+            for registration in library._registrations.values():
+                registration.check_replaceable()  # the child that loads the new build would end
             generation = built(wanted, reasons)
         if generation:
             with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
@@ -150,17 +179,38 @@ def find_in_wheel(wanted: Request, reasons: list[str]) -> Generation | None:
 
 
 def _find_loaded(wanted: Request) -> Library:
-    """Return the loaded library that has the name and a path of a request, or a new one."""
+    """Return the loaded library that has the arguments of a request, or a new one.
+
+    The sources may be given by other paths.
+    """
     for library in _loaded:
-        if library._request.name == wanted.name and _paths(library._request) & _paths(wanted):
+        have_equal_arguments = _arguments(library._request) == _arguments(wanted)
+        if have_equal_arguments and _paths(library._request) & _paths(wanted):
             return library
     return Library(wanted)
 
 
-def _paths(wanted: Request) -> set[str]:
-    """Return a library's folder, and its sources by the given paths and by the real paths."""
+def _arguments(wanted: Request) -> tuple:
+    """Return the arguments of load() besides the sources. There is one library of its own name."""
+    if wanted.asked is None:
+        return (wanted.name,)
+    ldflags = [_followed(flag) for flag in wanted.ldflags]
+    flags = wanted.cflags, wanted.cuda_cflags, ldflags, wanted.include_paths
+    return wanted.name, *flags, wanted.cuda.build
+
+
+def _paths(wanted: Request) -> set[tuple[str, ...]]:
+    """Return a library's sources by the given paths and by the real paths."""
     given = wanted.asked["sources"] if wanted.asked else ()
-    return {wanted.root, *wanted.sources, *given}
+    return {wanted.sources, tuple(given)}
+
+
+def _followed(flag: str) -> str:
+    """Return a flag. If it is the path of an earlier build of a Library, return the present one."""
+    for library in _loaded:
+        if flag in library._paths:
+            return library._generation.path
+    return flag
 
 
 def reload() -> list[str]:
@@ -169,21 +219,24 @@ def reload() -> list[str]:
     If some fail, the others are exchanged, and then the first error is raised. It is a BuildError,
     or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
     """
+    failure = None
     with _one_at_a_time:
         before = [(library, library._generation.digest) for library in _loaded]
-        failure = None
         for library, _ in before:
             try:
-                obtain(request.again(library._request))
+                _load(library, request.again(library._request, _followed), build=True)
             except Exception as error:
                 failure = failure or error
-        if failure:
-            raise failure
-        return [
+        changed = [
             library._request.name
             for library, digest in before
             if library._generation.digest != digest
         ]
+    if changed:
+        _forget_traces()
+    if failure:
+        raise failure
+    return changed
 
 
 def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
@@ -226,6 +279,38 @@ def _state(library: Library) -> tuple:
     inputs = library._generation.inputs
     files = {*library._request.sources, *map(library._request.unfold, inputs.files)}
     return names, inputs.appeared(library._request), [state_of(path) for path in sorted(files)]
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+
+def _forget_traces() -> None:
+    """Make torch.compile trace again what it has traced with operators that were exchanged.
+
+    Their kernels are called by name, but their formulas, compositions, shapes and dtypes are part
+    of a trace. A CUDA graph has recorded the kernels, too.
+
+    The caller does not hold `_one_at_a_time`, because reset() waits for a compilation in another
+    thread, which may call load().
+    """
+    FakeTensorMode.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _tag_of_compile_caches(config) -> str:
+    """Return PyTorch's tag for the keys of its compile caches: the user's, and a digest.
+
+    These caches know an operator only by its name. The digest is that of all loaded libraries.
+    """
+    tag = config.__getattr__("cache_key_tag")
+    libraries = sorted(library._generation.digest for library in _loaded)
+    return f"{tag}calcops_jit:{digest(''.join(libraries).encode())}" if libraries else tag
+
+
+# A property, since the value of torch.compiler.config.cache_key_tag is that of one thread, and the
+# user may set it at any time.
+type(torch.compiler.config).cache_key_tag = property(_tag_of_compile_caches)
 
 
 # ---- torch.ops handles ---------------------------------------------------------------------------
