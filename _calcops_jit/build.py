@@ -28,10 +28,13 @@ from .compile import compile_and_link, dependencies, foresee, jobs, linked
 from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
 from .messages import Progress, explain, report, say
 from .processor import levels
-from .registration import Registration
+from .registration import described
 from .request import SHADOW, Request, own, runtime
 
 _KEPT = 4  # folders of builds in a slot
+# A line of the stack that PyTorch's exceptions print.
+_FRAME = re.compile(r"frame #\d|Exception raised from|terminate called|\s*$")
+_REGISTERED_TWICE = re.compile(r"same name and overload name|Only a single TORCH_LIBRARY")
 
 
 def built(request: Request, reasons: list[str]) -> Generation:
@@ -76,23 +79,24 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
                 with open(log, errors="replace") as file:
                     print(file.read(), end="", flush=True)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
-    generation = cache.publish(slot, product, request, inputs, _tried(request, product, log))
+    registered = _registered(request, product, inputs, log)
+    generation = cache.publish(slot, product, request, inputs, registered)
     cache.remove(log)
     return generation
 
 
-def _tried(request: Request, product: str, log: str) -> dict[str, str]:
-    """Load a library in a child process. Return {operator: its schemas and documentation}."""
+def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dict:
+    """Load a library in a child process. Return what it registers, for its manifest."""
     if product.endswith(".a"):
         return {}
     if request.level and request.level not in levels():  # this processor cannot run it
         other = cache.find(own(choice=request.cuda, level=levels()[0]))
-        return other.manifest["operators"]
+        return {key: other.manifest[key] for key in ("operators", "direct")}
 
-    def load() -> dict[str, str]:
-        return Registration(request, product).described()
+    def load() -> dict:
+        return described(request, product, inputs)
 
-    def load_in_child() -> dict[str, str]:
+    def load_in_child() -> dict:
         torch.set_num_threads(1)  # the parent's OpenMP threads do not exist in a child
         return load()
 
@@ -103,10 +107,13 @@ def _tried(request: Request, product: str, log: str) -> dict[str, str]:
             return child.result()
         except Ended as end:
             with open(log, encoding="utf-8", errors="replace") as file:
-                lines = file.read().splitlines()[-8:]
+                lines = [line for line in file.read().splitlines() if not _FRAME.match(line)]
             what = f"cannot load {request.name}: a static initialiser {end}"
             fix = "do what may fail in a function that is called later"
-            raise report(what, lines, fix) from None
+            if _REGISTERED_TWICE.search("\n".join(lines)):
+                what = f"cannot load {request.name}: it registers what is registered already"
+                fix = "restart Python, or load only one of the two libraries"
+            raise report(what, lines[-8:], fix) from None
 
 
 def progress(folder: str) -> str:

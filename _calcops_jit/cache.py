@@ -161,11 +161,11 @@ def locked_slot(request: Request) -> Iterator[str]:
 
 
 def publish(
-    slot: str, product: str, request: Request, inputs: Inputs, operators: dict[str, str]
+    slot: str, product: str, request: Request, inputs: Inputs, registered: dict
 ) -> Generation:
     """Make a file that was built a generation of a locked slot.
 
-    `operators` are {operator: its schemas and documentation}.
+    `registered` has what the loaded library registers (registration.described).
     """
     with open(product, "rb") as file:
         library_digest = digest_of_open(file.fileno())
@@ -174,7 +174,7 @@ def publish(
         "asked": request.asked,
         "digest": library_digest,
         "inputs": vars(inputs),
-        "operators": operators,
+        **registered,
     }
     name = digest(" ".join([library_digest, *sorted(inputs.files.values())]).encode())[:16]
     path = f"{slot}/{name}"

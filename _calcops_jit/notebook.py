@@ -22,6 +22,7 @@ from .request import request_for
 _folder = os.path.realpath(tempfile.mkdtemp(prefix=f"calcops-cells-{os.getuid()}-"))
 atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 _loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
+_libraries: dict[str, library.Library] = {}  # {name: the library of its last cell}
 
 
 @magic_arguments()
@@ -58,7 +59,8 @@ def operator(line: str, cell: str) -> None:
         "verbose": options.verbose,
     }
     try:
-        loaded = library.obtain(request_for(options.name, source, **settings))
+        wanted = request_for(options.name, source, **settings)
+        loaded = library.obtain(wanted, replaced=_libraries.get(options.name))
     except BaseException as error:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())
@@ -68,6 +70,7 @@ def operator(line: str, cell: str) -> None:
             error = BuildError(text)
         raise error from None
     _loaded[source] = cell
+    _libraries[options.name] = loaded
     get_ipython().push(loaded.operators)
     for handle in loaded.operators.values():
         print(handle.__doc__.partition("\n\n")[0])  # its schemas

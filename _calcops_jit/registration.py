@@ -19,10 +19,14 @@ from collections.abc import Iterator
 
 import torch
 
-from .messages import BuildError, explain, report
+from .cache import Generation, differences
+from .inputs import Inputs
+from .messages import BuildError, explain, report, say
 from .request import Request, once
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
+# {path: state} of the shared libraries that were loaded because a library is linked with them.
+_loaded: dict[str, str] = {}
 
 
 @contextlib.contextmanager
@@ -40,6 +44,53 @@ def _held(path: str) -> Iterator[None]:
         del fragment  # which removes the operator
 
 
+def described(request: Request, product: str, inputs: Inputs) -> dict:
+    """Load a new library. Return what it registers, for its manifest."""
+    for file in _linked(request, inputs):  # their operators are not those of this library
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(file)
+    before = _registered()
+    registration = Registration(request, Generation(path=product, manifest={}, inputs=inputs))
+    operators = registration._described()
+    names = sorted(_registered() - before)
+    direct = [name for name in names if name.partition(".")[0] not in operators]
+    for name in {name.partition(".")[0] for name in direct}:
+        schemas = torch._C._jit_get_schemas_for_operator(name)
+        operators[name] = "\n".join(map(str, schemas))
+    return {"operators": operators, "direct": direct}
+
+
+def _registered() -> set[str]:
+    """Return the names of all operators in this process."""
+    return set(torch._C._dispatch_get_all_op_names())
+
+
+def _is_open(path: str) -> bool:
+    """Return True if this process has loaded a library from `path`."""
+    try:
+        ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    return True
+
+
+def _linked(request: Request, inputs: Inputs) -> dict[str, str]:
+    """Return {path: state} of the shared libraries with which a library was linked."""
+    states = {request.unfold(path): state for path, state in inputs.files.items()}
+    return {path: states[path] for path in states if re.search(r"\.so[.\d]*$", path)}
+
+
+@contextlib.contextmanager
+def _kept_denormals(name: str) -> Iterator[None]:
+    """Undo what an initialiser of GCC's -ffast-math does to the arithmetic of this process."""
+    denormal = 5e-324
+    are_kept = denormal * 1 > 0
+    yield
+    if are_kept and denormal * 1 == 0:
+        torch.set_flush_denormal(False)
+        say(f"{name} is linked with -ffast-math or -Ofast; denormal numbers are kept nevertheless")
+
+
 class Registration:
     """What one generation of a library registers.
 
@@ -48,21 +99,50 @@ class Registration:
 
     live = False  # True while its kernels are called
 
-    def __init__(self, request: Request, path: str):
-        """Load the library from `path`, without registering its operators.
+    def __init__(self, request: Request, generation: Generation):
+        """Load the library of a generation, without registering its operators.
 
         BuildError: it cannot be loaded. FileNotFoundError: it is gone.
         """
         self.name = request.name
         self.place = request.root
+        self._asked = request.asked or {}
+        self._direct = generation.manifest.get("direct", [])
+        path = generation.path
+        if not _is_open(path):
+            self._check_direct(set(self._direct) & _registered())
+        linked = _linked(request, generation.inputs)
+        for file, state in linked.items():
+            if _loaded.get(file, state) != state:
+                what = f"cannot load {self.name}: {file} changed"
+                evidence = "this process goes on with the one that it has loaded"
+                raise report(what, [evidence], "restart Python")
         try:
-            with _held(path):
+            with _held(path), _kept_denormals(self.name):
                 self._library = ctypes.CDLL(path)
         except OSError as error:
             if not os.path.exists(path):
                 raise FileNotFoundError(f"{path} is gone") from None
             message = str(error).removeprefix(f"{path}: ")
             raise explain(f"cannot load {request.name}.so", message) from None
+        _loaded.update(linked)
+        torch.ops.loaded_libraries.add(path)
+
+    def check_replaceable(self) -> None:
+        """Raise BuildError if a newer build cannot be loaded in this process."""
+        self._check_direct({*self._direct})
+
+    def _check_direct(self, names: set[str]) -> None:
+        """Raise BuildError if there are operators that are registered without the loader.
+
+        A second registration would end the process.
+        """
+        if not names:
+            return
+        what = f"cannot load {self.name}: {min(names)} is registered in this process already"
+        evidence = "it registers operators by RegisterOperators or STABLE_TORCH_LIBRARY"
+        fix = "restart Python; libraries with TORCH_LIBRARY or a contract can be exchanged"
+        raise report(what, [evidence], fix)
 
     @once
     def _steps(self) -> list[list[str]]:
@@ -87,7 +167,7 @@ class Registration:
         """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
-    def described(self) -> dict[str, str]:
+    def _described(self) -> dict[str, str]:
         """Return {operator: its schemas, and the documentation of its contract}."""
         lines: dict[str, list[str]] = {}
         for kind, name, schema, *_ in self._steps:  # the contracts are read now
@@ -132,6 +212,7 @@ class Registration:
             _retire(impl, earlier)
         for old in earlier:
             old.live = False
+            _forget_dispatch(old.names() | self.names())
         self.live = True
         _taken[:] = [*(other for other in _taken if other is not self), self]
 
@@ -140,7 +221,12 @@ class Registration:
         evidence += [origin] if origin else []
         evidence.append(f"{self.name} of {self.place} would take its place")
         what = f"cannot load {self.name}: {name} is there already"
-        return report(what, evidence, "load only one of the two, or give one another namespace")
+        fix = "load only one of the two, or give one another namespace"
+        for owner in owners:
+            if (owner.name, owner.place) == (self.name, self.place):  # other arguments of load()
+                evidence = differences(owner._asked, self._asked)
+                fix = "restart Python, or give one of the two another name and namespace"
+        return report(what, evidence, fix)
 
     def _call(self, function: str, *arguments: bytes) -> str:
         """Call a function of the runtime. BuildError: it failed."""
@@ -164,6 +250,19 @@ def _retire(impl: str, registrations: list[Registration]) -> None:
     for old in registrations:
         if impl in old.impls:
             old._library.calcops_jit_retire(impl.encode())
+
+
+def _forget_dispatch(names: set[str]) -> None:
+    """Make Python find the kernels of operators again, which it does under make_fx, for example.
+
+    A name is "namespace::operator.overload", perhaps with " dispatch_key".
+    """
+    for name in {name.partition(" ")[0] for name in names}:
+        namespace, _, operator = name.partition("::")
+        packet, _, overload = operator.partition(".")
+        with contextlib.suppress(KeyError):  # Python has not called it
+            overloads = vars(vars(getattr(torch.ops, namespace))[packet])
+            overloads[overload or "default"]._dispatch_cache.clear()
 
 
 def _difference(old: str, new: str) -> list[str]:

@@ -20,7 +20,7 @@ from .inputs import TORCH, digest
 from .messages import BuildError
 from .processor import MACHINE, features
 
-FORMAT = 11  # the version of the cache's format
+FORMAT = 12  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
 
 
@@ -305,15 +305,16 @@ def request_for(
     )
 
 
-def again(request: Request) -> Request:
+def again(request: Request, followed: Callable[[str], str]) -> Request:
     """Return the Request of the same library in the present environment.
 
-    BuildError: a source is gone.
+    `followed` returns the present form of a flag for the linker. BuildError: a source is gone.
     """
     if request.asked is None:
         return own()
+    ldflags = [followed(flag) for flag in request.asked["extra_ldflags"]]
     try:
-        return request_for(**request.asked)
+        return request_for(**request.asked | {"extra_ldflags": ldflags})
     except FileNotFoundError as error:
         raise BuildError(f"cannot build {request.name}: {error}") from None
 

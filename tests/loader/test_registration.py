@@ -1,8 +1,9 @@
 """The registration of operators and classes: several libraries side by side, conflicts of names,
 libraries that PyTorch refuses, and code that ends the process when it is loaded."""
 
+import re
+
 import pytest
-import torch
 from checkout import ANSWER, CONTRACT, Checkout
 
 SCRIPT = """
@@ -209,35 +210,6 @@ print(calcops_jit.reload(), counting.advance(old))
         assert words in text
 
 
-STABLE = """
-#include <torch/csrc/stable/library.h>
-static void same(StableIValue*, uint64_t, uint64_t) {}
-STABLE_TORCH_LIBRARY_FRAGMENT(stable, m) { m.def("same(Tensor x) -> Tensor"); }
-STABLE_TORCH_LIBRARY_IMPL(stable, CompositeExplicitAutograd, m) { m.impl("same", &same); }
-"""
-
-
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.10."), reason="PyTorch 2.10 warns and calls the new kernel"
-)
-def test_a_library_of_the_stable_abi_is_loaded_and_an_edit_does_not_replace_it(checkout):
-    checkout.put("stable.cpp", STABLE)
-    checkout.put("edited.cpp", "int before;\n")
-    script = """
-library = load("stable", "stable.cpp", "edited.cpp")
-same = torch.ops.stable.same
-print(same(torch.ones(1)).item())
-Path("edited.cpp").write_text("int after;")
-print(error_of(calcops_jit.reload), same(torch.ones(1)).item())
-"""
-    result, *error, last = output(checkout, script)
-    text = "\n".join(error)
-    assert result == "1.0"
-    assert text.startswith("cannot load stable: a static initialiser ends the process")
-    assert "stable::same" in text
-    assert last.endswith(" 1.0")
-
-
 # ---- static initialisers -------------------------------------------------------------------------
 
 
@@ -319,3 +291,163 @@ print(error.splitlines()[0], "Too many open files" in error)
     assert answers == "[1, 2]"
     assert error.startswith("cannot ")
     assert error.endswith(" True")
+
+
+# ---- registration without the loader -------------------------------------------------------------
+
+# Two ways to register that the loader cannot see before they happen.
+DIRECT = """
+#include <ATen/core/op_registration/op_registration.h>
+#include <torch/csrc/stable/library.h>
+int version();
+static auto registry = c10::RegisterOperators().op(
+    "direct::first() -> int", []() -> int64_t { return version(); });
+void second(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = torch::stable::detail::from(int64_t(10 * version()));
+}
+STABLE_TORCH_LIBRARY(direct_stable, m) { m.def("second() -> int"); }
+STABLE_TORCH_LIBRARY_IMPL(direct_stable, CompositeExplicitAutograd, m) { m.impl("second", &second); }
+"""
+DIRECT_SCRIPT = """
+def write(version):
+    Path("version.cpp").write_text(f"int version() {{ return {version}; }}")
+def load_direct(name="direct"):
+    return load(name, "direct.cpp", "version.cpp")
+def call(library):
+    return library.first(), library.second()
+"""
+
+
+def test_a_library_that_registers_without_the_loader_needs_a_restart_also_if_it_is_cached(checkout):
+    checkout.put("direct.cpp", DIRECT)
+    script = """
+write(2)
+direct = load_direct()
+print(call(direct), direct.first is torch.ops.direct.first, direct.second.__doc__)
+"""
+    assert output(checkout, DIRECT_SCRIPT + script) == [
+        "(2, 20) True direct_stable::second() -> int"
+    ]
+    script = """
+write(1)
+direct = load_direct()
+for version in (2, 3):  # one that is cached, and a new one
+    write(version)
+    print(error_of(calcops_jit.reload))
+    print(call(direct))
+write(1)
+print(calcops_jit.reload(), call(direct))
+"""
+    *lines, last = output(checkout, DIRECT_SCRIPT + script)
+    assert lines[:4] == lines[4:]
+    what, _, fix, call = lines[:4]
+    assert "direct" in what
+    assert "restart Python" in fix
+    assert call == "(1, 10)"
+    assert last == "[] (1, 10)"
+
+
+def test_an_operator_of_another_library_without_the_loader_is_an_error_also_if_it_is_cached(
+    checkout,
+):
+    checkout.put("direct.cpp", DIRECT)
+    load = "write(1)\nload_direct('another')\nprint('loaded')\n"
+    script = "write(1)\ndirect = load_direct()\nprint(error_of(lambda: load_direct('another')))\n"
+    for _ in "compiled", "cached":
+        lines = output(checkout, DIRECT_SCRIPT + script + "print(call(direct))")
+        assert re.match("cannot load another: .* registered", lines[0])
+        assert "frame #" not in "".join(lines)
+        assert "restart Python" in lines[-2]
+        assert lines[-1] == "(1, 10)"
+        assert output(checkout, DIRECT_SCRIPT + load) == ["loaded"]
+
+
+def test_operators_of_a_linked_library_are_not_those_of_the_library(checkout):
+    """Otherwise a process that has loaded the linked library could not load the other one."""
+    checkout.put("direct.cpp", DIRECT)
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+write(1)
+path = load_direct().path
+os.symlink(path, "libdirect.so")
+flags = ["-Wl,--no-as-needed", f"-L{os.getcwd()}", "-ldirect", f"-Wl,-rpath,{os.getcwd()}"]
+if sys.argv[1:]:
+    mine = calcops_jit.load("mine", "mine.cpp", extra_ldflags=flags)
+    print(mine.twice(one).item(), list(mine.operators))
+"""
+    output(checkout, DIRECT_SCRIPT + script)
+    (checkout.project / "libdirect.so").rename(checkout.project / "again.so")
+    build = 'import sys; sys.argv.append("-")\n'
+    script = script.replace("path = load_direct().path", 'path = "again.so"')
+    alone = output(checkout, build + DIRECT_SCRIPT + script)
+    (checkout.project / "libdirect.so").unlink()
+    script = script.replace("write(1)", "write(1)\nload_direct()")
+    assert alone == output(checkout, build + DIRECT_SCRIPT + script) == ["2.0 ['twice']"]
+
+
+# ---- one name, other arguments -------------------------------------------------------------------
+
+
+def test_other_flags_or_sources_make_another_library_unless_an_operator_has_the_same_name(checkout):
+    first, second = (CONTRACT.format(name=f"scaled{head}", factor="FACTOR") for head in (1, 2))
+    checkout.put("mine.cpp", f"#if HEAD == 1\n{first}\n#else\n{second}\n#endif\n")
+    checkout.put("other.cpp", CONTRACT.format(name="other", factor=5))
+    script = """
+def load(source, head, factor):
+    flags = [f"-DHEAD={head}", f"-DFACTOR={factor}"]
+    return calcops_jit.load("mine", source, flags)
+first, second = load("mine.cpp", 1, 10), load("mine.cpp", 2, 20)
+other = load("other.cpp", 2, 20)
+print(first is second, first.scaled1(one).item(), second.scaled2(one).item())
+print(list(first.operators), list(second.operators), list(other.operators))
+print(load("mine.cpp", 1, 10) is first, calcops_jit.reload())
+print(error_of(lambda: load("mine.cpp", 2, 30)))
+print(second.scaled2(one).item())
+Path("mine.cpp").write_text(Path("mine.cpp").read_text().replace("FACTOR *", "-FACTOR *"))
+print(calcops_jit.reload(), first.scaled1(one).item(), second.scaled2(one).item())
+"""
+    lines = output(checkout, script)
+    assert lines[:3] == ["False 10.0 20.0", "['scaled1'] ['scaled2'] ['other']", "True []"]
+    *error, old, last = lines[3:]
+    assert "mine::scaled2" in error[0]
+    assert "-DFACTOR=20" in error[1]
+    assert "-DFACTOR=30" in error[1]
+    assert "another name" in error[-1]
+    assert old == "20.0"
+    assert last == "['mine', 'mine'] -10.0 -20.0"
+
+
+# ---- pickle --------------------------------------------------------------------------------------
+
+
+def test_a_pickled_library_is_loaded_in_another_process(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+import pickle
+mine = load("mine", "mine.cpp")
+module = torch.nn.Module()
+module.library = mine
+module.handle = mine.twice
+text = pickle.dumps((mine, module))
+print(pickle.loads(text)[0] is mine)
+Path("pickle").write_bytes(text)
+"""
+    assert output(checkout, script) == ["True"]
+    script = """
+import pickle
+mine, module = pickle.loads(Path("pickle").read_bytes())
+print(mine.twice(one).item(), module.library is mine, module.handle is torch.ops.mine.twice)
+"""
+    assert output(checkout, script) == ["2.0 True True"]
+
+
+# ---- what a library does to its process ----------------------------------------------------------
+
+
+def test_a_library_that_is_linked_with_fast_math_keeps_denormal_numbers(checkout):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    script = """
+calcops_jit.load("mine", "mine.cpp", extra_ldflags=["-ffast-math"])
+print(5e-324 * float(one) > 0, (torch.tensor(1e-310, dtype=torch.float64) * one).item() > 0)
+"""
+    assert output(checkout, script) == ["True True"]

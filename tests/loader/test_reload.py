@@ -77,6 +77,21 @@ print(calcops_jit.load("mine", "mine.cpp", "-O0") is mine, results())
     assert reloading.compiled() == 3
 
 
+def test_an_operator_is_an_attribute_at_each_moment_of_a_reload(reloading):
+    script = r"""
+present = set()
+def trace(frame, event, argument):
+    present.add(hasattr(mine, "scaled") and hasattr(mine, "path"))
+    return trace
+edit(2)
+sys.settrace(trace)
+calcops_jit.reload()
+sys.settrace(None)
+print(present, call())
+"""
+    assert output(reloading, script) == ["{True} 2.0"]
+
+
 def test_reload_exchanges_the_projects_operators_too(checkout):
     checkout.write("ops/tiny/tiny.cpp", CONTRACT.format(name="scaled", factor=1))
     script = f"""
@@ -163,6 +178,7 @@ at::Tensor scaled(const at::Tensor& x) { return x.mul(version()); }
 at::Tensor by_value(at::Tensor x) { return x.mul(100); }
 }  // namespace
 TORCH_LIBRARY(registered, m) {
+  m.set_python_module("somebody.registrations");
   m.def("scaled(Tensor x) -> Tensor");
   if (version() > 1) m.def("other() -> int", []() -> int64_t { return 7; });
 }
@@ -191,15 +207,15 @@ version.write_text("int version() { return 2; }")
 print(calcops_jit.reload(), call(), mine.other())
 try:
     mine.scaled(meta)
-except NotImplementedError:
-    print("no Meta kernel")
+except NotImplementedError as error:
+    print("somebody.registrations" in str(error), mine.path in torch.ops.loaded_libraries)
 version.write_text("int version() { return 3; }")
 print(reload_error(), call(), sep="\n")
 """
     first, second, third, *error, last = output(reloading, script)
     assert first == "1.0 torch.Size([2]) False"
     assert second == "['registered'] 2.0 7"
-    assert third == "no Meta kernel"
+    assert third == "True True"
     text = "\n".join(error)
     assert text.startswith("cannot register registered, nothing was exchanged")
     for words in "registered::scaled", "at::Tensor (at::Tensor const&)", "at::Tensor (at::Tensor)":
@@ -230,6 +246,59 @@ print(calcops_jit.reload(), answer())
 """
     child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
     assert child.out == "1\n['mine'] 5\n['mine'] 10\n", child.err
+
+
+HELPER = """
+import subprocess
+def build_helper(value):
+    Path("helper.c").write_text(f"int helper() {{ return {value}; }}")
+    command = "gcc -shared -fPIC helper.c -o libhelper.so.new && mv libhelper.so.new libhelper.so"
+    subprocess.run(command, shell=True, check=True)
+"""
+CALLS_HELPER = (
+    'extern "C" int helper();\n'
+    + CONTRACT.format(name="helped", factor="helper()")
+    + 'extern "C" __attribute__((visibility("default"))) int helper2() { return 2 * helper(); }\n'
+)
+
+
+def test_a_linked_shared_library_that_was_built_again_needs_a_restart(reloading):
+    reloading.put("helped.cpp", CALLS_HELPER)
+    script = r"""
+build_helper(1)
+flags = [f"-L{os.getcwd()}", "-lhelper", f"-Wl,-rpath,{os.getcwd()}"]
+helped = calcops_jit.load("helped", "helped.cpp", extra_ldflags=flags)
+print(helped.helped(one).item())
+build_helper(2)
+print(reload_error(), helped.helped(one).item(), sep="\n")
+"""
+    first, *error, last = output(reloading, HELPER + script)
+    assert (first, last) == ("1.0", "1.0")
+    assert "libhelper.so" in error[0]
+    assert "restart Python" in error[-1]
+    again = script.partition("build_helper(2)")[0].replace("build_helper(1)", "")
+    assert output(reloading, HELPER + again) == ["2.0"]
+
+
+@pytest.mark.parametrize("flag", ["helped.path", "helped"])
+def test_a_library_that_is_linked_with_another_one_follows_it(reloading, flag):
+    text = 'extern "C" __attribute__((visibility("default"))) int helper() { return 1; }\n'
+    reloading.put("helped.cpp", CONTRACT.format(name="helped", factor="1") + text)
+    reloading.put("user.cpp", CALLS_HELPER.replace("helped", "used"))
+    script = rf"""
+def load():
+    helped = calcops_jit.load("helped", "helped.cpp")
+    return helped, calcops_jit.load("user", "user.cpp", extra_ldflags=[{flag}])
+helped, user = load()
+print(user.used(one).item())
+text = Path("helped.cpp").read_text()
+for value in 2, 3:
+    Path("helped.cpp").write_text(text.replace("return 1", f"return {{value}}"))
+    if value == 2:
+        print(calcops_jit.reload())
+    print(load() == (helped, user), user.used(one).item())
+"""
+    assert output(reloading, script) == ["1.0", "['helped', 'user']", "True 2.0", "True 3.0"]
 
 
 # ---- watch ---------------------------------------------------------------------------------------
