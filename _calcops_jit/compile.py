@@ -266,8 +266,9 @@ def dependencies(folder: str) -> dict[str, list[str]]:
 def linked(folder: str) -> set[str]:
     """Return the files that the linker read."""
     with contextlib.suppress(OSError), open(f"{folder}/link.d", errors="replace") as file:
-        names = re.findall(r"^ +(/.+?)(?: \\)?$", file.read(), re.MULTILINE)
-        paths = {name.replace("\\ ", " ") for name in names}  # lld escapes spaces
+        # Each linker adds an empty rule for each file. In the first rule, mold has all in one line.
+        names = re.findall(r"^(.+):$", file.read(), re.MULTILINE)
+        paths = {os.path.join(folder, name.replace("\\ ", " ")) for name in names}  # of lld
         # Link-time optimisation links temporary files, which are gone.
         return set(filter(os.path.exists, paths))
     return set()

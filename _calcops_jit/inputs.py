@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import re
 import stat
 import sysconfig
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import torch
@@ -25,6 +27,7 @@ _LARGE = 1_000_000
 _OF_SYSTEM = r"/usr/include/(?:[^/]+|[^/]+-linux-gnu/.+)"
 _OF_COMPILER = r"/(?:lib/(?:gcc|clang)/|[^/]+-linux-gnu/)"
 _LINKED = r"\.(?:a|o|so[.\d]*)$"
+_LIBRARY = r"\.(?:a|so[.\d]*)$"
 _TESTED = rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
 
 
@@ -134,18 +137,19 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
     tested = _tested(own)
+    names = tested | _names({*own, *headers} - {*request.sources}, folders)
+    searched = {*itertools.product(folders, names), *_libraries(read, request)}
     absent: dict[str, set[str]] = {}
-    for name in tested | _names({*own, *headers} - {*request.sources}, folders):
-        for folder in folders:
-            path = f"{folder}/{name}"
-            missing = _first_missing(folder, name)
-            if not missing and path not in states and _is_younger(path, start_ns):
-                missing = path  # it may have appeared too late
-            if missing:
-                parent = request.fold(os.path.dirname(missing))
-                absent.setdefault(parent, set()).add(os.path.basename(missing))
-            elif name in tested:
-                states.setdefault(path, state_of(path))
+    for folder, name in searched:
+        path = f"{folder}/{name}"
+        missing = _first_missing(folder, name)
+        if not missing and path not in states and _is_younger(path, start_ns):
+            missing = path  # it may have appeared too late
+        if missing:
+            parent = request.fold(os.path.dirname(missing))
+            absent.setdefault(parent, set()).add(os.path.basename(missing))
+        elif name in tested:
+            states.setdefault(path, state_of(path))
     return Inputs(
         files={request.fold(path): state for path, state in sorted(states.items())},
         absent={parent: sorted(names) for parent, names in sorted(absent.items())},
@@ -209,10 +213,28 @@ def _searched(request) -> list[str]:
     # The loader's own folders come first, so nothing can hide their headers.
     user = [p for p in request.include_paths if request.fold(p).startswith(("/", "@root"))]
     folders = [*user, *paths_in_flags(request, with_linker=False)]
-    for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
+    return _without_version(folders, ("CPATH", "CPLUS_INCLUDE_PATH"), request)
+
+
+def _without_version(folders: Iterable[str], variables: Iterable[str], request) -> list[str]:
+    """Return the folders without version of a list, and those that variables name."""
+    folders = [*folders]
+    for variable in variables:
         folders += request.environment.get(variable, "").split(":")
     folders = [path for path in folders if path.startswith("/") and not os.path.isfile(path)]
     return [path for path in folders if not has_version(path, request)]
+
+
+def _libraries(read: set[str], request) -> set[tuple[str, str]]:
+    """Return (folder, name) of each library that the linker may take in place of one it read.
+
+    For -lvalue, it takes the first libvalue.so or libvalue.a.
+    """
+    names = {name for name in map(os.path.basename, read) if re.search(_LIBRARY, name)}
+    for suffix in ".so", ".a":
+        names |= {re.sub(_LIBRARY, suffix, name) for name in names}
+    folders = _without_version(paths_in_flags(request), ["LIBRARY_PATH"], request)
+    return set(itertools.product(folders, names))
 
 
 def _names(headers: set[str], folders: set[str]) -> set[str]:

@@ -1,5 +1,6 @@
 """Files in unusual places, other copies of the loader and a moved cache leave no library stale."""
 
+import os
 import shutil
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_header_that_appears_in_a_folder_of_a_response_file_is_an_input(checko
     assert checkout.loaded(extra_cflags=[f"@{flags}"]) == 2
 
 
-@pytest.mark.parametrize("linker", ["bfd", "gold", "lld"])
+@pytest.mark.parametrize("linker", ["bfd", "gold", "lld", "mold"])
 def test_a_rebuilt_archive_in_a_folder_with_a_space_is_linked_by_any_linker(checkout, linker):
     if not shutil.which(f"ld.{linker}"):
         pytest.skip(f"no ld.{linker}")
@@ -77,6 +78,30 @@ def test_a_rebuilt_archive_in_a_folder_with_a_space_is_linked_by_any_linker(chec
         checkout.archive(value, "a folder/libvalue.a")
         flags = [folder, "-lvalue", f"-fuse-ld={linker}"]
         assert checkout.loaded(extra_ldflags=flags) == value
+
+
+@pytest.mark.parametrize("way", ["-L", "-L in two words", "-Wl,-L", "LIBRARY_PATH"])
+def test_a_library_that_the_linker_prefers_is_linked_when_it_appears(checkout, way):
+    """A shared library is preferred to an archive beside it, and an earlier folder to a later one."""
+    checkout.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
+    early, late = (str(checkout.project / folder) for folder in ("early", "late"))
+    options = {"extra_ldflags": ["-lvalue"], "LIBRARY_PATH": f"{early}:{late}"}
+    if way != "LIBRARY_PATH":
+        word = way.partition(" ")[0]
+        separator = "," if word.startswith("-Wl") else " " if " " in way else ""
+        flags = [f"{word}{separator}{folder}" for folder in (early, late)]
+        options = {"extra_ldflags": [*flags, "-lvalue"]}
+    checkout.archive(1, "late/libvalue.a")
+    assert checkout.loaded(**options) == 1
+    source = checkout.put("value.cpp", "int value() { return 2; }\n")
+    library = f"{late}/libvalue.so"
+    os.system(f"c++ -shared -fPIC {source} -o {library} -Wl,-soname,{library}")
+    assert checkout.loaded(**options) == 2
+    checkout.archive(3, "early/libvalue.a")
+    assert checkout.loaded(**options) == 3
+    checkout.compiled()
+    assert checkout.loaded(**options) == 3
+    assert checkout.compiled() == 0
 
 
 def test_an_edit_under_another_copy_of_the_loader_is_seen_after_a_build_with_the_first(checkout):
