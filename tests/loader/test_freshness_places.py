@@ -128,6 +128,39 @@ def test_a_copied_cache_follows_an_edit_of_two_sources_with_one_base_name(checko
     assert checkout.loaded(**options) == 2
 
 
+@pytest.mark.parametrize(
+    "name", [".hidden.cpp", "link.cpp", "library.cpp", "new.cpp", "mine.o.cpp"]
+)
+def test_a_source_of_any_name_follows_its_header_and_is_not_compiled_without_an_edit(
+    checkout, name
+):
+    checkout.put(name, '#include "value.h"\n' + ANSWER.format("return VALUE;"))
+    checkout.put("other.cpp", "int other() { return 1; }\n")
+    options = {"sources": [name, "other.cpp"]}
+    for value in 1, 2:
+        checkout.put("value.h", f"#define VALUE {value}\n")
+        assert checkout.loaded(**options) == value
+    checkout.compiled()
+    checkout.put("other.cpp", "int other() { return 2; }\n")
+    assert checkout.loaded(**options) == 2
+    assert checkout.compiled() == 1
+
+
+@pytest.mark.parametrize("first", ["x.3.cpp", "other.cpp"])
+def test_of_sources_with_one_base_name_only_the_edited_one_is_compiled(checkout, first):
+    """The object of autograd/x.cpp would be x.3.o, because it is the source with index 3."""
+    names = [first, "cpu/x.cpp", "autograd/x.cpp"]
+    for i, name in enumerate(names):
+        checkout.put(name, f"int f{i}() {{ return {i}; }}\n")
+    checkout.put("mine.cpp", "int f0(), f1(), f2();" + ANSWER.format("return f0() + f1() + f2();"))
+    assert checkout.loaded(sources=["mine.cpp", *names]) == 3
+    checkout.compiled()
+    checkout.put("cpu/x.cpp", "int f1() { return 5; }\n")
+    assert checkout.loaded(sources=["mine.cpp", *names]) == 7
+    (command,) = checkout.commands()
+    assert "/cpu/x.cpp" in command
+
+
 def test_the_flags_of_the_runtime_are_an_input_of_each_library(checkout):
     checkout.put("mine.cpp", "")
     script = "from _calcops_jit.request import request_for; print(request_for('mine', {!r}).slot)"
