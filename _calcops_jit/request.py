@@ -125,8 +125,12 @@ class Request(SimpleNamespace):
         """Return the paths of the compilers. A wrapper such as ccache runs a later one in PATH."""
         if self.level:  # a wheel's library is used without compilers
             return []
-        programs = [f"{self.cuda.home}/bin/nvcc"] if self.cuda.build else []
-        for word in self.compiler:
+        programs = []
+        words = self.compiler
+        if self.cuda.build:
+            programs = [f"{self.cuda.home}/bin/nvcc"]
+            words = [*words, *(words_of("CC") or ["gcc"])]  # nvcc runs it for the host's code
+        for word in words:
             folders = [""] if "/" in word else self.environment.get("PATH", "").split(":")
             paths = dict.fromkeys(
                 os.path.realpath(os.path.join(folder, word)) for folder in folders
