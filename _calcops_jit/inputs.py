@@ -23,6 +23,7 @@ import torch
 TORCH = os.path.realpath(os.path.dirname(torch.__file__))
 # A larger file, such as a compiler or a library, is known by its size and time.
 _LARGE = 1_000_000
+_DEFAULT = ("/usr/local/include", "/usr/include")  # where compilers look for headers at last
 # Headers of the C library, and folders of the compiler below the folder where it is installed.
 _OF_SYSTEM = r"/usr/include/(?:[^/]+|[^/]+-linux-gnu/.+)"
 _OF_COMPILER = r"/(?:lib/(?:gcc|clang)/|[^/]+-linux-gnu/)"
@@ -175,11 +176,21 @@ def has_version(path: str, request) -> bool:
     if is_of_cuda or path.startswith(_versioned()) or re.fullmatch(_OF_SYSTEM, path):
         return True
     # A user's folder may have such a name, too.
-    prefixes = [os.path.dirname(os.path.dirname(program)) for program in request.programs]
     return any(
         path.startswith(prefix) and re.match(_OF_COMPILER, path[len(prefix) :])
-        for prefix in prefixes
+        for prefix in _prefixes(tuple(request.programs))
     )
+
+
+@functools.cache
+def _prefixes(programs: tuple[str, ...]) -> list[str]:
+    """Return the folders in which compilers are installed. A script may be in a user's folder."""
+    prefixes = []
+    for program in programs:
+        with contextlib.suppress(OSError), open(program, "rb") as file:
+            if file.read(2) != b"#!":
+                prefixes.append(os.path.dirname(os.path.dirname(program)))
+    return prefixes
 
 
 @functools.cache
@@ -204,6 +215,8 @@ def paths_in_flags(request, with_linker: bool = True) -> set[str]:
         if word.startswith("@"):  # a file with more flags
             with contextlib.suppress(OSError, ValueError), open(word[1:]) as file:
                 words += shlex.split(file.read())
+    # A macro's path is a string. A header that it names is in a dependency file.
+    words = [word for before, word in zip(["", *words], words) if "-D" not in (before, word[:2])]
     pieces = [*words, *",".join(words).split(",")]
     return {piece[piece.find("/") :].rstrip("/") for piece in pieces if "/" in piece}
 
@@ -212,7 +225,7 @@ def _searched(request) -> list[str]:
     """Return the folders without version in which the compilers may look for headers."""
     # The loader's own folders come first, so nothing can hide their headers.
     user = [p for p in request.include_paths if request.fold(p).startswith(("/", "@root"))]
-    folders = [*user, *paths_in_flags(request, with_linker=False)]
+    folders = [*user, *paths_in_flags(request, with_linker=False), _DEFAULT[0]]
     return _without_version(folders, ("CPATH", "CPLUS_INCLUDE_PATH"), request)
 
 
@@ -241,7 +254,8 @@ def _names(headers: set[str], folders: set[str]) -> set[str]:
     """Return the names by which a source can include headers."""
     include = f"{TORCH}/include"
     names = set()
-    for folder in [*folders, include, f"{include}/torch/csrc/api/include"]:
+    torch_folders = [include, f"{include}/torch/csrc/api/include"]
+    for folder in [*folders, *_DEFAULT, *torch_folders]:
         prefix = f"{folder}/"
         names.update(path.removeprefix(prefix) for path in headers if path.startswith(prefix))
     return names

@@ -4,13 +4,18 @@ import os
 import shutil
 
 import pytest
-from checkout import ANSWER
+from checkout import ANSWER, compiler
+
+from _calcops_jit import inputs
 
 
 @pytest.mark.parametrize("folder", ["x86_64-linux-gnu/include", "lib/gcc/include"])
 def test_a_project_folder_named_like_one_of_the_compiler_is_an_input(checkout, folder):
+    """The project has a script that runs the compiler, too."""
+    script = checkout.put("bin/c++", f'#!/bin/sh\nexec {compiler()} "$@"\n')
+    script.chmod(0o755)
     checkout.put("src/mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
-    options = {"sources": ["src/mine.cpp"], "extra_include_paths": [folder]}
+    options = {"sources": ["src/mine.cpp"], "extra_include_paths": [folder], "CXX": script}
     for value in 1, 2:
         checkout.put(f"{folder}/value.h", f"#define VALUE {value}\n")
         assert checkout.loaded(**options) == value
@@ -177,6 +182,21 @@ def test_a_flag_with_the_folder_of_the_sources_is_of_that_folder(checkout):
         source = checkout.put(f"{name}/mine.cpp", text)
         flags = [f'-DDATA=\\"{source.parent}/data\\"']
         assert checkout.loaded(sources=[str(source)], extra_cflags=flags) == answer
+
+
+@pytest.mark.parametrize("flag", ["-DLOG=", "-D LOG="])
+def test_a_file_whose_path_is_only_a_macro_is_no_input(checkout, flag):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    flags = [f"{flag}{checkout.project}/run.log"]
+    for text in "one line\n", "two lines\n":
+        checkout.put("run.log", text)
+        assert checkout.loaded(extra_cflags=flags) == 1
+    assert checkout.compiled() == 1
+
+
+def test_a_header_of_a_default_folder_can_be_hidden_by_one_of_the_project():
+    headers = {"/usr/local/include/mylib/api.h", "/usr/include/other/api.h"}
+    assert {"mylib/api.h", "other/api.h"} <= inputs._names(headers, {"/project/include"})
 
 
 def test_an_edit_of_the_runtime_reaches_the_libraries_that_are_linked_with_it(checkout):
