@@ -167,12 +167,13 @@ def _write_if_other(path: str, text: bytes) -> None:
 
 
 def _cflags(request: Request) -> list[str]:
-    """Return the flags for C++, of which three are only for GCC."""
+    """Return the flags for C++, of which four are only for GCC."""
     if "Free Software Foundation" not in version(request):
         return [flag for flag in request.cflags if flag != "-fno-gnu-unique"]
     # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
     # GCC names a header of -isystem by its real path if that is shorter. But a link may change.
     for_gcc = ["--param=ggc-min-heapsize=1048576", "-fno-canonical-system-headers"]
+    for_gcc.append(f"-include {_quoted(SHADOW)}/no_precompiled.h")
     return [*for_gcc, *request.cflags]
 
 

@@ -194,6 +194,25 @@ def test_a_file_whose_path_is_only_a_macro_is_no_input(checkout, flag):
     assert checkout.compiled() == 1
 
 
+@pytest.mark.parametrize("way", ["-include", "#include"])
+def test_a_header_in_a_precompiled_header_of_gcc_is_an_input(checkout, way):
+    """GCC does not list it. Clang does, and refuses an outdated precompiled header."""
+    if not shutil.which("g++"):
+        pytest.skip("no g++")
+    include = '#include "first.h"\n' if way == "#include" else ""
+    checkout.put("mine.cpp", include + ANSWER.format("return VALUE;"))
+    first = checkout.put("first.h", '#include "value.h"\n')
+    checkout.put("value.h", "#define VALUE 1\n")
+    # GCC takes a precompiled header only if it has the options of the source.
+    words = "-O3 -fvisibility=hidden -fno-gnu-unique -fPIC -std=c++20 -x c++-header"
+    assert os.system(f"g++ {words} {first} -o {first}.gch") == 0
+    flags = ["-include", str(first)] if way == "-include" else []
+    options = {"extra_cflags": flags, "CXX": compiler("g++")}
+    assert checkout.loaded(**options) == 1
+    checkout.put("value.h", "#define VALUE 2\n")
+    assert checkout.loaded(**options) == 2
+
+
 def test_a_header_of_a_default_folder_can_be_hidden_by_one_of_the_project():
     headers = {"/usr/local/include/mylib/api.h", "/usr/include/other/api.h"}
     assert {"mylib/api.h", "other/api.h"} <= inputs._names(headers, {"/project/include"})
