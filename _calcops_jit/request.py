@@ -70,6 +70,8 @@ _TORCH_OPTIONS = {
     "with_sycl": None,
     "extra_sycl_cflags": None,
 }
+# A flag that names a relative folder. ("=" is --sysroot's folder.)
+_RELATIVE = r"(?:^|\s)-(?:I|L|isystem|iquote|idirafter)\s*(?![\s/=$'\"\\-])\S+"
 
 
 class Request(SimpleNamespace):
@@ -343,5 +345,13 @@ def _flags(argument: str, value) -> list[str]:
     if isinstance(value, str):
         import shlex  # slow to import, and rarely needed
 
-        return shlex.split(value)
-    return _strings(argument, value)
+        flags = shlex.split(value)
+    else:
+        flags = _strings(argument, value)
+    # Compilers run in a folder of the cache, which a relative path does not mean.
+    if match := re.search(_RELATIVE, " ".join(flags)):
+        what = f"expected `{argument}` with absolute folders, got '{match[0].strip()}'"
+        if argument != "extra_ldflags":
+            what += "; `extra_include_paths` may be relative"
+        raise ValueError(f"calcops_jit.load: {what}")
+    return flags
