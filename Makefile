@@ -6,7 +6,7 @@ candidates = $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14)
 python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
 sources = $(wildcard \
-  contracts/runtime/*.cpp contracts/runtime/*.h _calcops_jit/shadow/torch/*.h contracts/include/calcops/*.h \
+  contracts/runtime/*.cpp contracts/runtime/*.h _calcops_jit/shadow/*.h _calcops_jit/shadow/torch/*.h contracts/include/calcops/*.h \
   ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu \
   calcops/*/*.h calcops/*/*.cpp examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
   bench/*.cpp bench/*.cu tests/contracts/*.cpp \

@@ -24,8 +24,8 @@ import torch
 from . import cache
 from .cache import Generation
 from .child import Child, Ended, end_with_compilers
-from .compile import compile_and_link, dependencies, foresee, jobs, linked
-from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
+from .compile import LINKED, compile_and_link, dependencies, foresee, jobs, linked, object_files
+from .inputs import Changed, Inputs, digest, paths_in_flags, place_of, record, state_of
 from .messages import Progress, explain, report, say
 from .processor import levels
 from .registration import described
@@ -146,6 +146,7 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
             product, inputs = _compile(request, folder, archives)
             try:
                 inputs.check(request)  # no file was saved meanwhile
+                inputs.place = place_of(product, inputs, request)
                 for unit in units:
                     inputs = inputs.merged(unit.inputs)
                 return product, inputs
@@ -227,7 +228,7 @@ def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, I
     for target, files in dependencies(folder).items():
         # Also of an object with the same bytes: its headers may have been read in other places.
         objects[target] = [state_of(f"{folder}/{target}"), files]
-    objects["link.d"] = ["", [f"{SHADOW}/hidden.map", *linked(folder)]]
+    objects[LINKED] = ["", [f"{SHADOW}/hidden.map", *linked(folder)]]
     read = set().union(*(files for _, files in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
     read = {path for path in read if not path.startswith(f"{folder}/")}
@@ -265,14 +266,16 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
             states = {request.unfold(path): state for path, state in last.files.items()}
             states |= {path: state_of(path) for path in changed}
             objects = fields["objects"]
-    for path in glob.glob(f"{glob.escape(folder)}/*.o"):
+    for path in object_files(folder):
         target = os.path.basename(path)
         state, files = objects.get(target, ("", []))
         if state != state_of(path) or changed.intersection(files):
             os.unlink(path)
             objects.pop(target, None)
-    # torch reads build.ninja, which may be damaged. A library.* is there if it could not be loaded.
-    for path in [f"{folder}/build.ninja", *glob.glob(f"{glob.escape(folder)}/library.*")]:
+    # torch reads build.ninja, which may be damaged. A product is there if it could not be loaded.
+    # (library.cpp has library.o and library.d.)
+    products = glob.glob(f"{glob.escape(folder)}/library.{'[0-9a-f]' * 8}")
+    for path in [f"{folder}/build.ninja", *products]:
         cache.remove(path)
     return states, objects
 

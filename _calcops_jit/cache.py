@@ -176,7 +176,8 @@ def publish(
         "inputs": vars(inputs),
         **registered,
     }
-    name = digest(" ".join([library_digest, *sorted(inputs.files.values())]).encode())[:16]
+    contents = [library_digest, vars(inputs)]
+    name = digest(json.dumps(contents, sort_keys=True).encode())[:16]
     path = f"{slot}/{name}"
     new = f"{os.path.dirname(product)}/new.{os.urandom(4).hex()}"
     os.mkdir(new, 0o755)

@@ -6,7 +6,6 @@ It happens in a child process (child.py), because it needs other environment var
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import shlex
@@ -22,6 +21,8 @@ from .cache import write_whole
 from .inputs import TORCH
 from .request import SHADOW, Request, words_of
 
+# The linker's dependency file. No source has a file of this name, as link.cpp has link.d.
+LINKED = "library.linked"
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
 ORIGIN = "$ORIGIN/../../../.."
@@ -72,8 +73,7 @@ def compile_and_link(request: Request, folder: str, archives: list[str]) -> str:
     )
     if request.product.endswith(".a"):
         path = f"{folder}/{request.product}"
-        objects = [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".o")]
-        subprocess.run(["ar", "rcs", path, *objects], check=True)
+        subprocess.run(["ar", "rcs", path, *object_files(folder)], check=True)
     return path
 
 
@@ -145,29 +145,41 @@ def _sources(request: Request, folder: str) -> list[str]:
     taken = set()
     for i, source in enumerate(request.sources):
         stem, suffix = os.path.splitext(os.path.basename(source))
-        if (stem, suffix == ".cu") in taken:
+        is_cuda = request.cuda.build and suffix in (".cu", ".cuh")
+        ending = ".cuda.o" if is_cuda else ".o"
+        if f"{stem}{ending}" in taken:
+            while f"{stem}{ending}" in taken:
+                stem = f"{stem}.{i}"
             text = os.fsencode(f'#include "{source}"\n')
-            stem = f"{stem}.{i}"
             source = f"{folder}/{stem}{suffix}"
-            write_whole(source, text)
-        taken.add((stem, suffix == ".cu"))
+            _write_if_other(source, text)
+        taken.add(f"{stem}{ending}")
         sources.append(source)
     return sources
 
 
+def _write_if_other(path: str, text: bytes) -> None:
+    """Write a file unless it has this text already. A newer time would make ninja compile it."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read() == text:
+            return
+    write_whole(path, text)
+
+
 def _cflags(request: Request) -> list[str]:
-    """Return the flags for C++, of which three are only for GCC."""
+    """Return the flags for C++, of which four are only for GCC."""
     if "Free Software Foundation" not in version(request):
         return [flag for flag in request.cflags if flag != "-fno-gnu-unique"]
     # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
     # GCC names a header of -isystem by its real path if that is shorter. But a link may change.
     for_gcc = ["--param=ggc-min-heapsize=1048576", "-fno-canonical-system-headers"]
+    for_gcc.append(f"-include {_quoted(SHADOW)}/no_precompiled.h")
     return [*for_gcc, *request.cflags]
 
 
 def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
     """Return flags for the linker. It takes from the runtime only what the objects need."""
-    flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d"]
+    flags = ["-shared", "-Wl,--as-needed", f"-Wl,--dependency-file={LINKED}"]
     flags += map(_quoted, archives)
     # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
     # that the runtime defines, too.
@@ -250,10 +262,15 @@ def jobs(request: Request) -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), by_memory)))
 
 
+def object_files(folder: str) -> list[str]:
+    """Return the paths of the objects in a folder of builds. That of .a.cpp is .a.o."""
+    return [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".o")]
+
+
 def dependencies(folder: str) -> dict[str, list[str]]:
     """Return {object: the files that were read for it} of the objects in a folder of builds."""
     found = {}
-    for path in glob.glob(f"{glob.escape(folder)}/*.o"):
+    for path in object_files(folder):
         # The compiler writes a rule for make: "main.o: /a/main.cpp /a/with\\ space.h".
         with open(f"{path[:-2]}.d", "rb") as file:
             rule = os.fsdecode(file.read()).replace("\\\n", " ")
@@ -265,9 +282,10 @@ def dependencies(folder: str) -> dict[str, list[str]]:
 
 def linked(folder: str) -> set[str]:
     """Return the files that the linker read."""
-    with contextlib.suppress(OSError), open(f"{folder}/link.d", errors="replace") as file:
-        names = re.findall(r"^ +(/.+?)(?: \\)?$", file.read(), re.MULTILINE)
-        paths = {name.replace("\\ ", " ") for name in names}  # lld escapes spaces
+    with contextlib.suppress(OSError), open(f"{folder}/{LINKED}", errors="replace") as file:
+        # Each linker adds an empty rule for each file. In the first rule, mold has all in one line.
+        names = re.findall(r"^(.+):$", file.read(), re.MULTILINE)
+        paths = {os.path.join(folder, name.replace("\\ ", " ")) for name in names}  # of lld
         # Link-time optimisation links temporary files, which are gone.
         return set(filter(os.path.exists, paths))
     return set()

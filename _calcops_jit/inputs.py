@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import re
 import stat
 import sysconfig
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import torch
@@ -21,11 +23,14 @@ import torch
 TORCH = os.path.realpath(os.path.dirname(torch.__file__))
 # A larger file, such as a compiler or a library, is known by its size and time.
 _LARGE = 1_000_000
+_DEFAULT = ("/usr/local/include", "/usr/include")  # where compilers look for headers at last
 # Headers of the C library, and folders of the compiler below the folder where it is installed.
 _OF_SYSTEM = r"/usr/include/(?:[^/]+|[^/]+-linux-gnu/.+)"
 _OF_COMPILER = r"/(?:lib/(?:gcc|clang)/|[^/]+-linux-gnu/)"
 _LINKED = r"\.(?:a|o|so[.\d]*)$"
+_LIBRARY = r"\.(?:a|so[.\d]*)$"
 _TESTED = rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
+_PLACE = rb"\b(?:__FILE__|__BASE_FILE__|__builtin_FILE|source_location)\b"
 
 
 class Changed(Exception):
@@ -39,6 +44,7 @@ class Inputs(SimpleNamespace):
     # {folder: names in it}. If one appears, a compiler may read it in place of another file.
     absent: dict[str, list[str]]
     programs: list[str]  # the states of the compilers
+    place: str = ""  # the sources' folder, if the library may contain its path
 
     def check(self, request) -> None:
         """Compare everything with the disk. Changed: something differs."""
@@ -53,6 +59,8 @@ class Inputs(SimpleNamespace):
 
     def check_others(self, request) -> None:
         """Compare everything but the files with the disk. Changed: something differs."""
+        if self.place not in ("", request.root):
+            raise Changed(f"{self.place}, which the code may name, is another folder")
         now = [state_of(path) for path in request.programs]
         # A library that is built already is used without a compiler, too.
         if now and self.programs and now != self.programs:
@@ -76,7 +84,7 @@ class Inputs(SimpleNamespace):
         absent = dict(self.absent)
         for folder, names in other.absent.items():
             absent[folder] = sorted({*names, *absent.get(folder, ())})
-        return Inputs(files=files, absent=absent, programs=self.programs)
+        return Inputs(**vars(self) | {"files": files, "absent": absent})
 
 
 def state_of(path: str) -> str:
@@ -134,23 +142,40 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
     own = {path for path in states if not re.search(_LINKED, path)}
     folders = {*map(os.path.dirname, own), *_searched(request)}
     tested = _tested(own)
+    names = tested | _names({*own, *headers} - {*request.sources}, folders)
+    searched = {*itertools.product(folders, names), *_libraries(read, request)}
     absent: dict[str, set[str]] = {}
-    for name in tested | _names({*own, *headers} - {*request.sources}, folders):
-        for folder in folders:
-            path = f"{folder}/{name}"
-            missing = _first_missing(folder, name)
-            if not missing and path not in states and _is_younger(path, start_ns):
-                missing = path  # it may have appeared too late
-            if missing:
-                parent = request.fold(os.path.dirname(missing))
-                absent.setdefault(parent, set()).add(os.path.basename(missing))
-            elif name in tested:
-                states.setdefault(path, state_of(path))
+    for folder, name in searched:
+        path = f"{folder}/{name}"
+        missing = _first_missing(folder, name)
+        if not missing and path not in states and _is_younger(path, start_ns):
+            missing = path  # it may have appeared too late
+        if missing:
+            parent = request.fold(os.path.dirname(missing))
+            absent.setdefault(parent, set()).add(os.path.basename(missing))
+        elif name in tested:
+            states.setdefault(path, state_of(path))
     return Inputs(
         files={request.fold(path): state for path, state in sorted(states.items())},
         absent={parent: sorted(names) for parent, names in sorted(absent.items())},
         programs=[state_of(path) for path in request.programs],
     )
+
+
+def place_of(product: str, inputs: Inputs, request) -> str:
+    """Return the sources' folder if a library may contain its path, as by __FILE__; else "".
+
+    Compilers may split a string. So the sources and the headers in the folder are searched, too.
+    """
+    # Checkouts share the project's own libraries, and the folder of a cell is a temporary one.
+    if request.asked is None or request.is_cell:
+        return ""
+    with open(product, "rb") as file:
+        # PyTorch may be in the folder, and its headers name themselves.
+        library = file.read().replace(os.fsencode(TORCH), b"")
+    texts = [request.unfold(path) for path in inputs.files if path.startswith("@root")]
+    is_named = os.fsencode(request.root) in library or _matches(_PLACE, texts)
+    return request.root if is_named else ""
 
 
 def _is_younger(path: str, start_ns: int) -> bool:
@@ -171,11 +196,21 @@ def has_version(path: str, request) -> bool:
     if is_of_cuda or path.startswith(_versioned()) or re.fullmatch(_OF_SYSTEM, path):
         return True
     # A user's folder may have such a name, too.
-    prefixes = [os.path.dirname(os.path.dirname(program)) for program in request.programs]
     return any(
         path.startswith(prefix) and re.match(_OF_COMPILER, path[len(prefix) :])
-        for prefix in prefixes
+        for prefix in _prefixes(tuple(request.programs))
     )
+
+
+@functools.cache
+def _prefixes(programs: tuple[str, ...]) -> list[str]:
+    """Return the folders in which compilers are installed. A script may be in a user's folder."""
+    prefixes = []
+    for program in programs:
+        with contextlib.suppress(OSError), open(program, "rb") as file:
+            if file.read(2) != b"#!":
+                prefixes.append(os.path.dirname(os.path.dirname(program)))
+    return prefixes
 
 
 @functools.cache
@@ -200,6 +235,8 @@ def paths_in_flags(request, with_linker: bool = True) -> set[str]:
         if word.startswith("@"):  # a file with more flags
             with contextlib.suppress(OSError, ValueError), open(word[1:]) as file:
                 words += shlex.split(file.read())
+    # A macro's path is a string. A header that it names is in a dependency file.
+    words = [word for before, word in zip(["", *words], words) if "-D" not in (before, word[:2])]
     pieces = [*words, *",".join(words).split(",")]
     return {piece[piece.find("/") :].rstrip("/") for piece in pieces if "/" in piece}
 
@@ -208,30 +245,54 @@ def _searched(request) -> list[str]:
     """Return the folders without version in which the compilers may look for headers."""
     # The loader's own folders come first, so nothing can hide their headers.
     user = [p for p in request.include_paths if request.fold(p).startswith(("/", "@root"))]
-    folders = [*user, *paths_in_flags(request, with_linker=False)]
-    for variable in ("CPATH", "CPLUS_INCLUDE_PATH"):
+    folders = [*user, *paths_in_flags(request, with_linker=False), _DEFAULT[0]]
+    return _without_version(folders, ("CPATH", "CPLUS_INCLUDE_PATH"), request)
+
+
+def _without_version(folders: Iterable[str], variables: Iterable[str], request) -> list[str]:
+    """Return the folders without version of a list, and those that variables name."""
+    folders = [*folders]
+    for variable in variables:
         folders += request.environment.get(variable, "").split(":")
     folders = [path for path in folders if path.startswith("/") and not os.path.isfile(path)]
     return [path for path in folders if not has_version(path, request)]
+
+
+def _libraries(read: set[str], request) -> set[tuple[str, str]]:
+    """Return (folder, name) of each library that the linker may take in place of one it read.
+
+    For -lvalue, it takes the first libvalue.so or libvalue.a.
+    """
+    names = {name for name in map(os.path.basename, read) if re.search(_LIBRARY, name)}
+    for suffix in ".so", ".a":
+        names |= {re.sub(_LIBRARY, suffix, name) for name in names}
+    folders = _without_version(paths_in_flags(request), ["LIBRARY_PATH"], request)
+    return set(itertools.product(folders, names))
 
 
 def _names(headers: set[str], folders: set[str]) -> set[str]:
     """Return the names by which a source can include headers."""
     include = f"{TORCH}/include"
     names = set()
-    for folder in [*folders, include, f"{include}/torch/csrc/api/include"]:
+    torch_folders = [include, f"{include}/torch/csrc/api/include"]
+    for folder in [*folders, *_DEFAULT, *torch_folders]:
         prefix = f"{folder}/"
         names.update(path.removeprefix(prefix) for path in headers if path.startswith(prefix))
     return names
 
 
-def _tested(paths: set[str]) -> set[str]:
+def _tested(paths: Iterable[str]) -> set[str]:
     """Return the names that __has_include tests in files."""
-    names: set[str] = set()
+    return set(map(os.fsdecode, _matches(_TESTED, paths)))
+
+
+def _matches(pattern: bytes, paths: Iterable[str]) -> set[bytes]:
+    """Return what a pattern matches in files."""
+    matches: set[bytes] = set()
     for path in filter(os.path.isfile, paths):
         with open(path, "rb") as file:
-            names.update(map(os.fsdecode, re.findall(_TESTED, file.read())))
-    return names
+            matches.update(re.findall(pattern, file.read()))
+    return matches
 
 
 def _first_missing(folder: str, name: str) -> str:

@@ -55,6 +55,7 @@ BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # -Og inlines nothing, which takes a quarter of a call.
 RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
+CELLS = "calcops-cells-"  # begins the name of the folder of a notebook's cells
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
     "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH"
@@ -70,6 +71,8 @@ _TORCH_OPTIONS = {
     "with_sycl": None,
     "extra_sycl_cflags": None,
 }
+# A flag that names a relative folder. ("=" is --sysroot's folder.)
+_RELATIVE = r"(?:^|\s)-(?:I|L|isystem|iquote|idirafter)\s*(?![\s/=$'\"\\-])\S+"
 
 
 class Request(SimpleNamespace):
@@ -125,8 +128,12 @@ class Request(SimpleNamespace):
         """Return the paths of the compilers. A wrapper such as ccache runs a later one in PATH."""
         if self.level:  # a wheel's library is used without compilers
             return []
-        programs = [f"{self.cuda.home}/bin/nvcc"] if self.cuda.build else []
-        for word in self.compiler:
+        programs = []
+        words = self.compiler
+        if self.cuda.build:
+            programs = [f"{self.cuda.home}/bin/nvcc"]
+            words = [*words, *(words_of("CC") or ["gcc"])]  # nvcc runs it for the host's code
+        for word in words:
             folders = [""] if "/" in word else self.environment.get("PATH", "").split(":")
             paths = dict.fromkeys(
                 os.path.realpath(os.path.join(folder, word)) for folder in folders
@@ -135,6 +142,11 @@ class Request(SimpleNamespace):
                 path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)
             ]
         return programs
+
+    @property
+    def is_cell(self) -> bool:
+        """Return True for a cell of a notebook, whose folder is a temporary one."""
+        return f"/{CELLS}" in self.root
 
     @once
     def slot(self) -> str:
@@ -340,5 +352,13 @@ def _flags(argument: str, value) -> list[str]:
     if isinstance(value, str):
         import shlex  # slow to import, and rarely needed
 
-        return shlex.split(value)
-    return _strings(argument, value)
+        flags = shlex.split(value)
+    else:
+        flags = _strings(argument, value)
+    # Compilers run in a folder of the cache, which a relative path does not mean.
+    if match := re.search(_RELATIVE, " ".join(flags)):
+        what = f"expected `{argument}` with absolute folders, got '{match[0].strip()}'"
+        if argument != "extra_ldflags":
+            what += "; `extra_include_paths` may be relative"
+        raise ValueError(f"calcops_jit.load: {what}")
+    return flags

@@ -230,6 +230,7 @@ CHANGES = {
     "NVCC_APPEND_FLAGS": (lambda b: {"NVCC_APPEND_FLAGS": "-lineinfo"}, 1),
     "flags for C++": (lambda b: {"CALCOPS_CFLAGS": "-DX"}, 1),
     "the host compiler": (lambda b: {"CC": shutil.which("gcc")}, 1),
+    "gcc": (lambda b: b.tool("gcc", "exec gcc-of-the-system"), 1),
 }
 
 
@@ -247,6 +248,7 @@ def test_a_changed_input_of_cuda_causes_a_rebuild(built, change):
     built.write("ops/tiny/tiny.cu", SOURCE)
     built.write("ops/tiny/value.h", "#define VALUE 1\n")
     built.toolkit("13.2")
+    (built.bin / "gcc").unlink(missing_ok=True)
 
 
 def test_flags_for_nvcc_are_an_input(built):

@@ -73,6 +73,17 @@ def test_another_compiler_at_the_same_path_causes_a_rebuild(built, tmp_path):
     assert (why.code, script.name in why.out) == (1, True)
 
 
+def test_each_of_two_compilers_with_the_same_output_finds_its_build(built, tmp_path):
+    scripts = [tmp_path / name for name in ("one", "two")]
+    for script in scripts:
+        script.write_text(f'#!/bin/sh\nexec {compiler()} "$@" # {script.name}\n')
+        script.chmod(0o755)
+        assert built.answer(CXX=script) == 1
+    built.compiled()
+    assert [built.answer(CXX=script) for script in scripts] == [1, 1]
+    assert built.compiled() == 0
+
+
 def test_every_word_of_the_compiler_command_is_an_input(built):
     """A command may have variables and response files, and words that follow an option."""
     flags = built.put("flags", "-DMORE=1\n")

@@ -86,6 +86,22 @@ def test_an_option_of_torch_that_the_loader_cannot_follow_is_refused(source, opt
         calcops_jit.load("mine", source, **{option: value})
 
 
+@pytest.mark.parametrize(
+    "option, flags",
+    [
+        ("extra_cflags", "-O2 -Iinclude"),
+        ("extra_cflags", ["-I", "."]),
+        ("extra_cflags", ["-isystem../include"]),
+        ("extra_cuda_cflags", ["-iquote include"]),
+        ("extra_ldflags", ["-lmine", "-Llib"]),
+    ],
+)
+def test_a_flag_with_a_relative_folder_is_refused(source, option, flags):
+    """ninja runs compilers in another folder, so the flag would name nothing."""
+    with pytest.raises(ValueError, match=f"expected `{option}` with absolute folders, got '-[IiL]"):
+        calcops_jit.load("mine", source, **{option: flags})
+
+
 def test_an_unknown_option_and_absent_sources_are_refused(source):
     with pytest.raises(TypeError, match="unknown argument `extra_cflag`"):
         calcops_jit.load("mine", source, extra_cflag="-O2")
