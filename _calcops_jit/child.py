@@ -15,9 +15,11 @@ import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib import _bootstrap
 from multiprocessing.connection import Connection, Pipe
 from typing import NoReturn
 
@@ -114,6 +116,7 @@ def _run(function: Callable, there: Connection, log: str, parent: int) -> NoRetu
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         if os.getppid() != parent:  # it has ended already
             os._exit(0)
+        _forget_imports()
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # in which torch reads the sources
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.umask(os.umask(0o022) | 0o022)  # no one else may write the objects
@@ -132,6 +135,22 @@ def _run(function: Callable, there: Connection, log: str, parent: int) -> NoRetu
             there.send((True, traceback.format_exc()))
     finally:
         os._exit(0)
+
+
+def _forget_imports() -> None:
+    """Release the import locks of other threads, which do not exist in this child.
+
+    What these threads had imported in part is imported anew, if this child needs it.
+    """
+    locks = getattr(_bootstrap, "_module_locks", {})  # another Python may have other names
+    for name, reference in list(locks.items()):
+        owner = getattr(reference(), "owner", None)
+        if owner in (None, threading.get_ident()):
+            continue
+        del locks[name]
+        for module in list(sys.modules):
+            if f"{module}.".startswith(f"{name}."):
+                del sys.modules[module]
 
 
 def end_with_compilers() -> None:

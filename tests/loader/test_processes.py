@@ -53,6 +53,50 @@ def test_a_forked_child_waits_for_no_thread_of_its_parent():
     assert subprocess.run([sys.executable, "-c", FORK_WHILE_A_THREAD_COMPUTES]).returncode == 0
 
 
+# A thread imports a module of the build as long as the build runs.
+IMPORT_DURING_A_BUILD = """
+import importlib.machinery, signal, sys, threading, torch
+import calcops_jit
+name = {name!r}
+for module in name, "torch.utils.cpp_extension":
+    sys.modules.pop(module, None)
+    vars(torch.utils).pop(module.rpartition(".")[2], None)
+is_imported, is_built = threading.Event(), threading.Event()
+class SlowLoader:
+    @staticmethod
+    def create_module(spec):
+        return None
+    @staticmethod
+    def exec_module(module):
+        is_imported.set()
+        is_built.wait()
+class Finder:
+    @staticmethod
+    def find_spec(module, path, target=None):
+        if module == name and not is_imported.is_set():
+            return importlib.machinery.ModuleSpec(name, SlowLoader)
+sys.meta_path.insert(0, Finder)
+thread = threading.Thread(target=importlib.import_module, args=[name])
+thread.start()
+is_imported.wait()
+signal.alarm(30)
+calcops_jit.load("mine", "mine.cpp")
+is_built.set()
+thread.join()
+print("built")
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.utils.cpp_extension", "torch.utils._cpp_extension_versioner"]
+)
+def test_a_build_does_not_wait_for_the_import_of_another_thread(checkout, name):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    script = IMPORT_DURING_A_BUILD.format(name=name)
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert (child.code, child.out) == (0, "built\n"), child.err
+
+
 # While the sources are compiled, the compiling thread holds a lock, such as that of an import.
 COMPILE_WITH_A_LOCK = """
 import os, sys, threading, time
