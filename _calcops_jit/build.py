@@ -61,13 +61,12 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
         title += f" ({reasons[0].rpartition('/')[2]})"
     log = f"{slot}/failed.log"
     folder = _folder(request, slot)
-    # The child begins before the thread that shows the progress, which may hold a lock.
     with (
         Child(lambda: _build(request, slot), log) as child,
         Progress(title, lambda: progress(folder)) as shown,
     ):
         try:
-            product, inputs = child.result()
+            product, inputs = child.result(shown.update)
         except Ended as end:
             what = f"cannot build {request.name}: the building process {end}"
             raise report(what, [], f"less {log}", log) from None

@@ -330,6 +330,78 @@ def test_a_signal_ends_an_initialiser_that_does_not_end(checkout, number):
             os.kill(pid, signal.SIGKILL)
 
 
+# Ctrl-C arrives when flock() has just locked.
+INTERRUPT_FLOCK = """
+import calcops_jit, fcntl, signal
+def flock(fd, operation, real=fcntl.flock):
+    real(fd, operation)
+    fcntl.flock = real
+    raise KeyboardInterrupt
+fcntl.flock = flock
+try:
+    calcops_jit.load("mine", "mine.cpp")
+except KeyboardInterrupt:
+    print("interrupted")
+signal.alarm(30)
+calcops_jit.load("mine", "mine.cpp")
+"""
+
+
+def test_an_interrupt_leaves_no_lock_behind(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(INTERRUPT_FLOCK, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert (child.code, child.out) == (0, "interrupted\n"), child.err
+    assert "waiting" not in child.err
+
+
+# Ctrl-C arrives when the child has just begun.
+INTERRUPT_FORK = """
+import calcops_jit, os, signal
+def fork(real=os.fork):
+    pid = real()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    return pid
+os.fork = fork
+pid = os.getpid()
+try:
+    calcops_jit.load("mine", "mine.cpp")
+except (KeyboardInterrupt, calcops_jit.BuildError) as error:
+    print(os.getpid() == pid, error, flush=True)
+"""
+
+
+def test_an_interrupted_child_does_not_go_on_with_the_program(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(INTERRUPT_FORK, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert "by SIGINT" in child.out, child.err
+    assert "False" not in child.out
+
+
+# The daemon inherits the pipe to this process.
+DAEMON = """
+#include <signal.h>
+#include <unistd.h>
+static int start() {
+  if (fork() == 0) {
+    setsid();
+    sleep(20);
+    _exit(0);
+  }
+  return raise(SIGSEGV);
+}
+static int value = start();
+"""
+
+
+def test_a_crash_is_seen_while_a_daemon_of_the_initialiser_goes_on(checkout):
+    checkout.put("mine.cpp", DAEMON)
+    begin = time.monotonic()
+    child = checkout.load()
+    assert "a static initialiser ends the process by SIGSEGV" in child.err
+    assert time.monotonic() - begin < 15
+
+
 FAIL_IN_ASYNCIO = """
 import asyncio, calcops_jit, signal
 async def main():
