@@ -133,6 +133,10 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     try:
         folder = _fresh(_folder(request, slot))
         for _ in range(3):
+            # Another thread may have changed variables while this build waited for a lock. Each
+            # round begins with the variables in the request's facts.
+            os.environ.clear()
+            os.environ.update(request.environment)
             units = _runtime(request, folder) if request.product.endswith(".so") else []
             archives = [f"{folder}/{os.path.basename(unit.path)}" for unit in units]
             product, inputs = _compile(request, folder, archives)

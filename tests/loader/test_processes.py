@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkout import CALL, compiler, processes_in, wait_for
+from checkout import ANSWER, CALL, compiler, processes_in, wait_for
 
 # ---- several processes ---------------------------------------------------------------------------
 
@@ -482,6 +482,49 @@ print(changes[:1])
 """
     child = checkout.run(script)
     assert (child.code, child.out) == (0, "1\n[]\n"), child.err
+
+
+# A thread changes a variable while the build waits for a lock.
+CHANGE_A_VARIABLE = """
+import calcops_jit, ctypes, fcntl, glob, os, threading, time
+def load():
+    global library
+    library = calcops_jit.load("mine", "mine.cpp")
+load()
+with open("mine.cpp", "a") as source:
+    source.write("// edited")
+lock = open(glob.glob(os.environ["CALCOPS_CACHE"] + "/mine-*/lock")[0], "r+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+is_waiting = threading.Event()
+from _calcops_jit import cache
+cache.say = lambda text: is_waiting.set()
+thread = threading.Thread(target=load)
+thread.start()
+is_waiting.wait()
+os.environ["CPATH"] = os.path.abspath("two")
+lock.close()
+thread.join()
+print(ctypes.CDLL(library.path).answer())
+load()
+print(ctypes.CDLL(library.path).answer())
+"""
+
+
+def test_a_build_uses_the_variables_of_the_time_before_it_waited_for_a_lock(checkout):
+    for folder, value in ("one", 1), ("two", 2):
+        checkout.put(f"{folder}/value.h", f"#define VALUE {value}\n")
+    checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    variables = {"CPATH": checkout.project / "one", "CALCOPS_BUILD": "0"}
+    child = checkout.run(CHANGE_A_VARIABLE, cwd=checkout.project, **variables)
+    assert child.out == "1\n2\n", child.err
+
+
+def test_a_source_that_is_saved_during_a_build_is_built_again_by_a_compiler_of_two_words(checkout):
+    source = checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    folder = checkout.path.parent / "saved"
+    save = f"mkdir {folder} && sed -i s/1/2/ {source}"
+    hook = checkout.hook(f'case "$*" in *" -c "*mine.cpp*) [ -e {folder} ] || ({save});; esac')
+    assert checkout.loaded(CXX=f"{compiler()} -g0", **hook) == 2
 
 
 def test_compilers_get_no_input_and_no_descriptors(checkout, tmp_path):
