@@ -166,6 +166,7 @@ def _paths(wanted: Request) -> set[str]:
 def reload() -> list[str]:
     """Exchange every loaded library whose inputs changed. Return their names.
 
+    A library whose folder is gone stays as it is, such as one of temporary sources.
     If some fail, the others are exchanged, and then the first error is raised. It is a BuildError,
     or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
     """
@@ -173,6 +174,8 @@ def reload() -> list[str]:
         before = [(library, library._generation.digest) for library in _loaded]
         failure = None
         for library, _ in before:
+            if not any(map(os.path.isdir, _folders(library._request))):
+                continue
             try:
                 obtain(request.again(library._request))
             except Exception as error:
@@ -184,6 +187,11 @@ def reload() -> list[str]:
             for library, digest in before
             if library._generation.digest != digest
         ]
+
+
+def _folders(wanted: Request) -> set[str]:
+    """Return the folders of a library's sources, as `load` got them. A link may lead elsewhere."""
+    return set(map(os.path.dirname, wanted.asked["sources"])) if wanted.asked else {wanted.root}
 
 
 def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:

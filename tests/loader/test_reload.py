@@ -127,6 +127,22 @@ print(*reload_error().splitlines()[:2], call())
     assert re.search(r"cannot build mine.*mine\.cpp.* 3.0$", gone)
 
 
+def test_a_library_stays_if_the_folder_of_its_sources_is_gone(checkout):
+    checkout.put("temporary/first.cpp", "int one() { return 1; }\n")
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    script = """
+import calcops_jit, shutil
+first = calcops_jit.load("first", "temporary/first.cpp")
+mine = calcops_jit.load("mine", "mine.cpp")
+shutil.rmtree("temporary")
+with open("mine.cpp", "a") as source:
+    source.write("// edited")
+print(calcops_jit.reload(), calcops_jit.reload())
+"""
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "['mine'] []\n", child.err
+
+
 def test_a_changed_schema_is_refused_with_the_difference_and_nothing_is_exchanged(reloading):
     """The library has two operators, of which only the second one changes its schema."""
     first = CONTRACT.format(name="scaled", factor=1)
@@ -217,7 +233,7 @@ def test_sources_without_a_common_folder_and_behind_a_link_are_followed(checkout
         checkout.put(f"release{release}/mine.cpp", text)
     (checkout.project / "current").symlink_to("release1")
     script = f"""
-import calcops_jit, ctypes, os
+import calcops_jit, ctypes, os, shutil
 other = {str(elsewhere / "value.cpp")!r}
 library = calcops_jit.load("mine", ["current/mine.cpp", other])
 answer = lambda: ctypes.CDLL(library.path).answer()
@@ -226,6 +242,7 @@ open(other, "w").write("int value() {{ return 5; }}")
 print(calcops_jit.reload(), answer())
 os.symlink("release2", "new")
 os.rename("new", "current")
+shutil.rmtree("release1")
 print(calcops_jit.reload(), answer())
 """
     child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
