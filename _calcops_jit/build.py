@@ -223,7 +223,7 @@ def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, I
     for target, files in dependencies(folder).items():
         # Also of an object with the same bytes: its headers may have been read in other places.
         objects[target] = [state_of(f"{folder}/{target}"), files]
-    objects["link.d"] = ["", [f"{SHADOW}/hidden.map", *linked(folder)]]
+    objects["linked"] = ["", [f"{SHADOW}/hidden.map", *linked(folder)]]
     read = set().union(*(files for _, files in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
     read = {path for path in read if not path.startswith(f"{folder}/")}

@@ -167,7 +167,7 @@ def _cflags(request: Request) -> list[str]:
 
 def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
     """Return flags for the linker. It takes from the runtime only what the objects need."""
-    flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=link.d"]
+    flags = ["-shared", "-Wl,--as-needed", "-Wl,--dependency-file=linked"]
     flags += map(_quoted, archives)
     # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
     # that the runtime defines, too.
@@ -251,21 +251,24 @@ def jobs(request: Request) -> int:
 
 
 def dependencies(folder: str) -> dict[str, list[str]]:
-    """Return {object: the files that were read for it} of the objects in a folder of builds."""
+    """Return {object: the files that were read for it} in a folder of builds.
+
+    Compilers write the list also if they fail, and then no object.
+    """
     found = {}
-    for path in glob.glob(f"{glob.escape(folder)}/*.o"):
+    for stem in {path[:-2] for path in glob.glob(f"{glob.escape(folder)}/*.[do]")}:
         # The compiler writes a rule for make: "main.o: /a/main.cpp /a/with\\ space.h".
-        with open(f"{path[:-2]}.d", "rb") as file:
+        with open(f"{stem}.d", "rb") as file:
             rule = os.fsdecode(file.read()).replace("\\\n", " ")
         names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2])
         names = [re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$") for name in names]
-        found[os.path.basename(path)] = [os.path.join(folder, name) for name in names]
+        found[f"{os.path.basename(stem)}.o"] = [os.path.join(folder, name) for name in names]
     return found
 
 
 def linked(folder: str) -> set[str]:
     """Return the files that the linker read."""
-    with contextlib.suppress(OSError), open(f"{folder}/link.d", errors="replace") as file:
+    with contextlib.suppress(OSError), open(f"{folder}/linked", errors="replace") as file:
         names = re.findall(r"^ +(/.+?)(?: \\)?$", file.read(), re.MULTILINE)
         paths = {name.replace("\\ ", " ") for name in names}  # lld escapes spaces
         # Link-time optimisation links temporary files, which are gone.

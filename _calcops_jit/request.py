@@ -20,7 +20,7 @@ from .inputs import TORCH, digest
 from .messages import BuildError
 from .processor import MACHINE, features
 
-FORMAT = 11  # the version of the cache's format
+FORMAT = 12  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
 
 
