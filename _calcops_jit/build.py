@@ -124,6 +124,15 @@ def progress(folder: str) -> str:
     return f"[{len(targets) - len(waiting)}/{len(targets)}] {name}"
 
 
+def last_read(request: Request) -> dict[str, str]:
+    """Return {file: its state} of what the last build has read, which may have failed."""
+    folder = _folder(request, f"{cache.folder()}/{request.slot}")
+    with contextlib.suppress(*cache.UNFIT):
+        files = cache.read_record(f"{folder}/.record")["inputs"]["files"]
+        return {request.unfold(path): state for path, state in files.items()}
+    return {}
+
+
 # ---- in the child --------------------------------------------------------------------------------
 
 

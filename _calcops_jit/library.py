@@ -212,28 +212,48 @@ def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
 
 
 def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]]) -> None:
-    before = None  # the first check reloads, too, because files may have been saved before it
+    states: list[tuple] = []
+    tried: list[tuple] = []  # the first check reloads, because files may have been saved before it
+    read: dict[str, str] = {}  # {file: its state} that a failed build has read
     while not stop.wait(seconds):
         try:
-            now = [_state(library) for library in list(_loaded)]
-            if now == before:
+            states = [_state(library) for library in list(_loaded)]
+            now = states, {path: state_of(path) for path in read}
+            if now in tried:
                 continue
-            before = now  # also if the reload fails: the same files would fail again
+            tried, read = [now], {}  # also if the reload fails: the same files would fail again
             changed = reload()
             if changed:
                 say(f"reloaded {', '.join(changed)}")
         except Exception as error:  # the next save may remove the cause
             if not stop.is_set():
                 say(str(error) or type(error).__name__)
+            read = _read_by_last_builds()
+            tried.append((states, read))
 
 
 def _state(library: Library) -> tuple:
     """Return a value that changes when a file of a library changes, appears or disappears."""
-    folders = {library._request.root, *map(os.path.dirname, library._request.sources)}
+    paths = _paths(library._request)
+    folders = {library._request.root, *map(os.path.dirname, paths)}
     names = [sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)]
     inputs = library._generation.inputs
-    files = {*library._request.sources, *map(library._request.unfold, inputs.files)}
+    files = {*paths, *map(library._request.unfold, inputs.files)}
     return names, inputs.appeared(library._request), [state_of(path) for path in sorted(files)]
+
+
+def _read_by_last_builds() -> dict[str, str]:
+    """Return {file: its state} of what the last builds of the loaded libraries have read.
+
+    The last build may have failed after an edit that includes another header.
+    """
+    from .build import last_read
+
+    read = {}
+    for library in list(_loaded):
+        with contextlib.suppress(Exception):  # a source may be missing
+            read |= last_read(request.again(library._request))
+    return read
 
 
 # ---- torch.ops handles ---------------------------------------------------------------------------

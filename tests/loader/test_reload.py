@@ -4,6 +4,7 @@ calls the new one."""
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,51 @@ print([thread.name for thread in threading.enumerate()])
     assert child.wait().out.splitlines() == ["2.0", "4.0", "['MainThread']"], child.err
     assert child.err.count("reloaded mine") == 2
     assert "Traceback" not in child.err
+
+
+def test_watch_sees_the_mended_header_that_only_the_failed_build_has_read(checkout):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    checkout.put("headers/other.h", "int wrong(;\n")
+    script = """
+import calcops_jit, ctypes, time
+from pathlib import Path
+mine = calcops_jit.load("mine", "mine.cpp")
+stop = calcops_jit.watch(0.05)
+source = Path("mine.cpp")
+source.write_text('#include "headers/other.h"\\n' + source.read_text().replace("1", "ANSWER"))
+end = time.monotonic() + 60
+while ctypes.CDLL(mine.path).answer() != 2 and time.monotonic() < end:
+    time.sleep(0.02)
+print(ctypes.CDLL(mine.path).answer())
+stop()
+"""
+    child = checkout.start(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    wait_for(lambda: "fix: correct" in child.err)
+    time.sleep(0.5)  # the failed build is not tried again
+    checkout.put("headers/other.h", "#define ANSWER 2\n")
+    assert child.wait().out == "2\n", child.err
+    assert child.err.count("fix: correct") == 1
+
+
+def test_watch_sees_a_link_to_another_release(checkout):
+    for release in 1, 2:
+        checkout.put(f"release{release}/mine.cpp", ANSWER.format(f"return {release};"))
+    (checkout.project / "current").symlink_to("release1")
+    script = """
+import calcops_jit, ctypes, os, time
+mine = calcops_jit.load("mine", "current/mine.cpp")
+stop = calcops_jit.watch(0.05)
+time.sleep(0.5)
+os.symlink("release2", "new")
+os.rename("new", "current")
+end = time.monotonic() + 20
+while ctypes.CDLL(mine.path).answer() != 2 and time.monotonic() < end:
+    time.sleep(0.02)
+print(ctypes.CDLL(mine.path).answer())
+stop()
+"""
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "2\n", child.err
 
 
 # ---- threads, memory, other hosts ----------------------------------------------------------------
