@@ -24,7 +24,7 @@ import torch
 from . import cache
 from .cache import Generation
 from .child import Child, Ended, end_with_compilers
-from .compile import LINKED, compile_and_link, dependencies, foresee, jobs, linked, object_files
+from .compile import LINKED, compile_and_link, dependencies, files_of, foresee, jobs, linked
 from .inputs import Changed, Inputs, digest, paths_in_flags, place_of, record, state_of
 from .messages import Progress, explain, report, say
 from .processor import levels
@@ -64,13 +64,12 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
         title += f" ({reasons[0].rpartition('/')[2]})"
     log = f"{slot}/failed.log"
     folder = _folder(request, slot)
-    # The child begins before the thread that shows the progress, which may hold a lock.
     with (
         Child(lambda: _build(request, slot), log) as child,
         Progress(title, lambda: progress(folder)) as shown,
     ):
         try:
-            product, inputs = child.result()
+            product, inputs = child.result(shown.update)
         except Ended as end:
             what = f"cannot build {request.name}: the building process {end}"
             raise report(what, [], f"less {log}", log) from None
@@ -132,6 +131,15 @@ def progress(folder: str) -> str:
     return f"[{len(targets) - len(waiting)}/{len(targets)}] {name}"
 
 
+def last_read(request: Request) -> dict[str, str]:
+    """Return {file: its state} of what the last build has read, which may have failed."""
+    folder = _folder(request, f"{cache.folder()}/{request.slot}")
+    with contextlib.suppress(*cache.UNFIT):
+        files = cache.read_record(f"{folder}/.record")["inputs"]["files"]
+        return {request.unfold(path): state for path, state in files.items()}
+    return {}
+
+
 # ---- in the child --------------------------------------------------------------------------------
 
 
@@ -141,6 +149,10 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     try:
         folder = _fresh(_folder(request, slot))
         for _ in range(3):
+            # Another thread may have changed variables while this build waited for a lock. Each
+            # round begins with the variables in the request's facts.
+            os.environ.clear()
+            os.environ.update(request.environment)
             units = _runtime(request, folder) if request.product.endswith(".so") else []
             archives = [f"{folder}/{os.path.basename(unit.path)}" for unit in units]
             product, inputs = _compile(request, folder, archives)
@@ -266,7 +278,7 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
             states = {request.unfold(path): state for path, state in last.files.items()}
             states |= {path: state_of(path) for path in changed}
             objects = fields["objects"]
-    for path in object_files(folder):
+    for path in files_of(folder, ".o"):
         target = os.path.basename(path)
         state, files = objects.get(target, ("", []))
         if state != state_of(path) or changed.intersection(files):

@@ -148,12 +148,12 @@ def locked_slot(request: Request) -> Iterator[str]:
     if not os.path.isfile(f"{slot}/lock"):
         remove(f"{slot}/lock")
     lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"waiting for another process, which builds {request.name}")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
+    try:  # Ctrl-C may raise as soon as flock returns
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process, which builds {request.name}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield slot
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too

@@ -15,9 +15,11 @@ import os
 import resource
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib import _bootstrap
 from multiprocessing.connection import Connection, Pipe
 from typing import NoReturn
 
@@ -26,6 +28,7 @@ from .messages import BuildError
 # The program may have handlers for these, or ignore them.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.2
 # Another thread may hold the lock of dlopen during a fork, so a child cannot look it up.
 _prctl = ctypes.CDLL(None).prctl
 
@@ -52,32 +55,58 @@ class Child:
         self._connection, there = [Pipe(), Pipe(), Pipe()][-1]
         parent = os.getpid()
         try:
-            self._pid = _fork()
-            if self._pid == 0:
-                self._connection.close()
-                _run(self._function, there, self._log, parent)
+            # Ctrl-C could raise KeyboardInterrupt in the child, too, which would then go on as a
+            # second process of the program. _run() unblocks the signals.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            try:
+                signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+                self._pid = _fork()
+                if self._pid == 0:
+                    self._connection.close()
+                    _run(self._function, there, self._log, parent)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.setpgid(self._pid, self._pid)  # whichever process is quicker
             there.close()
-            self._connection.send("begin")
+            with contextlib.suppress(BrokenPipeError):  # result() says how the child ended
+                self._connection.send("begin")
         except BaseException:  # Ctrl-C, perhaps before the pid is stored
             self._end()
             raise
         return self
 
-    def result(self):
+    def result(self, meanwhile: Callable[[], None] = lambda: None):
         """Return what the function returns. It is pickled, so it is plain.
 
-        BuildError: the function raised it. Ended: the child ended otherwise.
+        `meanwhile` is called several times a second. BuildError: the function raised it. Ended: the
+        child ended otherwise.
         """
+        # A process that the child has started may hold the pipe open after the child's end.
+        is_ended = False
+        while not self._connection.poll(0 if is_ended else _POLL_S):
+            if is_ended:
+                raise self._ended()
+            is_ended = self._is_ended()
+            meanwhile()
         try:
             is_error, answer = self._connection.recv()
-        except EOFError:
-            status = self._end()
-            name = signal.Signals(-status).name if status < 0 else ""
-            raise Ended(f"ends the process {f'by {name}' if name else f'({status})'}") from None
+        except (EOFError, ConnectionResetError):
+            raise self._ended() from None
         if is_error:
             raise BuildError(answer)
         return answer
+
+    def _is_ended(self) -> bool:
+        try:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, self._pid, options) is not None
+        except ChildProcessError:  # another thread waits for every child
+            return True
+
+    def _ended(self) -> Ended:
+        status = self._end()
+        name = signal.Signals(-status).name if status < 0 else ""
+        return Ended(f"ends the process {f'by {name}' if name else f'({status})'}")
 
     def __exit__(self, *exception) -> None:
         self._end()
@@ -114,6 +143,7 @@ def _run(function: Callable, there: Connection, log: str, parent: int) -> NoRetu
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         if os.getppid() != parent:  # it has ended already
             os._exit(0)
+        _forget_imports()
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # in which torch reads the sources
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.umask(os.umask(0o022) | 0o022)  # no one else may write the objects
@@ -132,6 +162,22 @@ def _run(function: Callable, there: Connection, log: str, parent: int) -> NoRetu
             there.send((True, traceback.format_exc()))
     finally:
         os._exit(0)
+
+
+def _forget_imports() -> None:
+    """Release the import locks of other threads, which do not exist in this child.
+
+    What these threads had imported in part is imported anew, if this child needs it.
+    """
+    locks = getattr(_bootstrap, "_module_locks", {})  # another Python may have other names
+    for name, reference in list(locks.items()):
+        owner = getattr(reference(), "owner", None)
+        if owner in (None, threading.get_ident()):
+            continue
+        del locks[name]
+        for module in list(sys.modules):
+            if f"{module}.".startswith(f"{name}."):
+                del sys.modules[module]
 
 
 def end_with_compilers() -> None:

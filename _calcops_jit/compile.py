@@ -73,7 +73,7 @@ def compile_and_link(request: Request, folder: str, archives: list[str]) -> str:
     )
     if request.product.endswith(".a"):
         path = f"{folder}/{request.product}"
-        subprocess.run(["ar", "rcs", path, *object_files(folder)], check=True)
+        subprocess.run(["ar", "rcs", path, *files_of(folder, ".o")], check=True)
     return path
 
 
@@ -262,21 +262,24 @@ def jobs(request: Request) -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), by_memory)))
 
 
-def object_files(folder: str) -> list[str]:
-    """Return the paths of the objects in a folder of builds. That of .a.cpp is .a.o."""
-    return [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(".o")]
+def files_of(folder: str, *endings: str) -> list[str]:
+    """Return the paths of the files with an ending in a folder of builds. .a.cpp has .a.o."""
+    return [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(endings)]
 
 
 def dependencies(folder: str) -> dict[str, list[str]]:
-    """Return {object: the files that were read for it} of the objects in a folder of builds."""
+    """Return {object: the files that were read for it} in a folder of builds.
+
+    Compilers write the list also if they fail, and then no object.
+    """
     found = {}
-    for path in object_files(folder):
+    for stem in {path[:-2] for path in files_of(folder, ".o", ".d")}:
         # The compiler writes a rule for make: "main.o: /a/main.cpp /a/with\\ space.h".
-        with open(f"{path[:-2]}.d", "rb") as file:
+        with open(f"{stem}.d", "rb") as file:
             rule = os.fsdecode(file.read()).replace("\\\n", " ")
         names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2])
         names = [re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$") for name in names]
-        found[os.path.basename(path)] = [os.path.join(folder, name) for name in names]
+        found[f"{os.path.basename(stem)}.o"] = [os.path.join(folder, name) for name in names]
     return found
 
 

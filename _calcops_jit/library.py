@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.compiler.config
@@ -102,14 +102,31 @@ def obtain(wanted: Request, build: bool = True, replaced: Library | None = None)
     Return None if it is not built and `build` is False. `replaced` is the Library that is
     exchanged. By default, it is that of the same arguments.
     """
-    with _one_at_a_time:
+    with _exchanges():
         library = replaced or _find_loaded(wanted)
-        before = library._generation
-        if not _load(library, wanted, build):
-            return None
-    if before and before.digest != library._generation.digest:
-        _forget_traces()
-    return library
+        return library if _load(library, wanted, build) else None
+
+
+@contextlib.contextmanager
+def _exchanges() -> Iterator[Callable[[], list[str]]]:
+    """Let one thread load libraries. Yield a function that names those that were exchanged."""
+    before: list[tuple[Library, str]] = []
+
+    def changed() -> list[str]:
+        return [
+            library._request.name
+            for library, digest in before
+            if library._generation.digest != digest
+        ]
+
+    try:
+        with _one_at_a_time:
+            before += [(library, library._generation.digest) for library in _loaded]
+            yield changed
+    finally:
+        # Without the lock: it waits for a compilation in another thread, which may call load().
+        if changed():
+            _forget_traces()
 
 
 def _unpickled(asked: dict | None) -> Library:
@@ -185,7 +202,7 @@ def _find_loaded(wanted: Request) -> Library:
     """
     for library in _loaded:
         have_equal_arguments = _arguments(library._request) == _arguments(wanted)
-        if have_equal_arguments and _paths(library._request) & _paths(wanted):
+        if have_equal_arguments and _spellings(library._request) & _spellings(wanted):
             return library
     return Library(wanted)
 
@@ -199,7 +216,7 @@ def _arguments(wanted: Request) -> tuple:
     return wanted.name, *flags, wanted.cuda.build
 
 
-def _paths(wanted: Request) -> set[tuple[str, ...]]:
+def _spellings(wanted: Request) -> set[tuple[str, ...]]:
     """Return a library's sources by the given paths and by the real paths."""
     given = wanted.asked["sources"] if wanted.asked else ()
     return {wanted.sources, tuple(given)}
@@ -216,27 +233,27 @@ def _followed(flag: str) -> str:
 def reload() -> list[str]:
     """Exchange every loaded library whose inputs changed. Return their names.
 
+    A library whose folder is gone stays as it is, such as one of temporary sources.
     If some fail, the others are exchanged, and then the first error is raised. It is a BuildError,
     or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
     """
-    failure = None
-    with _one_at_a_time:
-        before = [(library, library._generation.digest) for library in _loaded]
-        for library, _ in before:
+    with _exchanges() as changed:
+        failure = None
+        for library in _loaded:
+            if not any(map(os.path.isdir, _folders(library._request))):
+                continue
             try:
                 _load(library, request.again(library._request, _followed), build=True)
             except Exception as error:
                 failure = failure or error
-        changed = [
-            library._request.name
-            for library, digest in before
-            if library._generation.digest != digest
-        ]
-    if changed:
-        _forget_traces()
-    if failure:
-        raise failure
-    return changed
+        if failure:
+            raise failure
+        return changed()
+
+
+def _folders(wanted: Request) -> set[str]:
+    """Return the folders of a library's sources, as `load` got them. A link may lead elsewhere."""
+    return set(map(os.path.dirname, wanted.asked["sources"])) if wanted.asked else {wanted.root}
 
 
 def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
@@ -257,28 +274,48 @@ def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
 
 
 def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]]) -> None:
-    before = None  # the first check reloads, too, because files may have been saved before it
+    states: list[tuple] = []
+    tried: list[tuple] = []  # the first check reloads, because files may have been saved before it
+    read: dict[str, str] = {}  # {file: its state} that a failed build has read
     while not stop.wait(seconds):
         try:
-            now = [_state(library) for library in list(_loaded)]
-            if now == before:
+            states = [_state(library) for library in list(_loaded)]
+            now = states, {path: state_of(path) for path in read}
+            if now in tried:
                 continue
-            before = now  # also if the reload fails: the same files would fail again
+            tried, read = [now], {}  # also if the reload fails: the same files would fail again
             changed = reload()
             if changed:
                 say(f"reloaded {', '.join(changed)}")
         except Exception as error:  # the next save may remove the cause
             if not stop.is_set():
                 say(str(error) or type(error).__name__)
+            read = _read_by_last_builds()
+            tried.append((states, read))
 
 
 def _state(library: Library) -> tuple:
     """Return a value that changes when a file of a library changes, appears or disappears."""
-    folders = {library._request.root, *map(os.path.dirname, library._request.sources)}
+    paths = set().union(*_spellings(library._request))
+    folders = {library._request.root, *map(os.path.dirname, paths)}
     names = [sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)]
     inputs = library._generation.inputs
-    files = {*library._request.sources, *map(library._request.unfold, inputs.files)}
+    files = {*paths, *map(library._request.unfold, inputs.files)}
     return names, inputs.appeared(library._request), [state_of(path) for path in sorted(files)]
+
+
+def _read_by_last_builds() -> dict[str, str]:
+    """Return {file: its state} of what the last builds of the loaded libraries have read.
+
+    The last build may have failed after an edit that includes another header.
+    """
+    from .build import last_read
+
+    read = {}
+    for library in list(_loaded):
+        with contextlib.suppress(Exception):  # a source may be missing
+            read |= last_read(request.again(library._request, _followed))
+    return read
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
@@ -289,9 +326,6 @@ def _forget_traces() -> None:
 
     Their kernels are called by name, but their formulas, compositions, shapes and dtypes are part
     of a trace. A CUDA graph has recorded the kernels, too.
-
-    The caller does not hold `_one_at_a_time`, because reset() waits for a compilation in another
-    thread, which may call load().
     """
     FakeTensorMode.cache_clear()
     if "torch._dynamo" in sys.modules:

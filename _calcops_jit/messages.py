@@ -6,7 +6,6 @@ import contextlib
 import re
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable
 
@@ -117,7 +116,8 @@ def _print(text: str) -> None:
 class Progress:
     """A context that shows the title and the state of a task. At its end it shows `outcome`.
 
-    The line is redrawn on a terminal and in a notebook's cell, and repeated in a log.
+    update() redraws the line on a terminal and in a notebook's cell, and repeats it in a log. The
+    caller calls it often. An interrupted build would not always stop a thread.
     """
 
     outcome = ""
@@ -125,8 +125,6 @@ class Progress:
     def __init__(self, title: str, state: Callable[[], str]):
         self._title = title
         self._state = state
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="calcops progress", daemon=True)
         self._terminal = False
         self._cell = None
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a closed stream
@@ -136,25 +134,25 @@ class Progress:
 
             self._cell = display({"text/plain": ""}, raw=True, display_id=True)
         self._start = time.monotonic()
+        self._next = 0.0  # when the state is shown next, in seconds since the start
 
     def __enter__(self) -> Progress:
-        self._thread.start()
+        self.update()
         return self
 
     def __exit__(self, *exception) -> None:
-        self._stop.set()
-        self._thread.join()
         self._show(self.outcome, "\n" if self.outcome else "\r")
 
     def seconds(self) -> float:
         """Return the time since the beginning."""
         return time.monotonic() - self._start
 
-    def _run(self) -> None:
-        while True:
-            self._show(f"{self._title} {self._state()} {self.seconds():.0f} s")
-            if self._stop.wait(_REDRAW_S if self._terminal or self._cell else _LOG_S):
-                return
+    def update(self) -> None:
+        """Show the state, unless it was shown a moment ago."""
+        seconds = self.seconds()
+        if seconds >= self._next:
+            self._next = seconds + (_REDRAW_S if self._terminal or self._cell else _LOG_S)
+            self._show(f"{self._title} {self._state()} {seconds:.0f} s")
 
     def _show(self, text: str, end: str = "") -> None:
         if self._cell:

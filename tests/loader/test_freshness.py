@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from checkout import Checkout
+from checkout import ANSWER, Checkout
 
 # How a build finds a header in the folder `early`, or else in the folder `late`: flags, options of
 # load, and variables.
@@ -357,3 +357,12 @@ def test_no_compiler_starts_after_a_change_that_is_no_input(everything, change):
     variables = variables if isinstance(variables, dict) else {}
     assert everything.values_of_a_new_process(**variables) == everything.values
     assert not everything.log.exists()
+
+
+def test_the_headers_of_a_source_named_link_are_followed(checkout):
+    """The linker writes a file of dependencies, too."""
+    checkout.put("value.h", "#define VALUE 1\n")
+    checkout.put("link.cpp", '#include "value.h"\n' + ANSWER.format("return VALUE;"))
+    assert checkout.loaded(sources=["link.cpp"]) == 1
+    checkout.put("value.h", "#define VALUE 2\n")
+    assert checkout.loaded(sources=["link.cpp"]) == 2

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from checkout import CALL, compiler, processes_in, wait_for
+from checkout import ANSWER, CALL, compiler, processes_in, wait_for
 
 # ---- several processes ---------------------------------------------------------------------------
 
@@ -51,6 +51,50 @@ raise SystemExit(status)
 def test_a_forked_child_waits_for_no_thread_of_its_parent():
     """Two threads may load libraries. One forks while the other one computes."""
     assert subprocess.run([sys.executable, "-c", FORK_WHILE_A_THREAD_COMPUTES]).returncode == 0
+
+
+# A thread imports a module of the build as long as the build runs.
+IMPORT_DURING_A_BUILD = """
+import importlib.machinery, signal, sys, threading, torch
+import calcops_jit
+name = {name!r}
+for module in name, "torch.utils.cpp_extension":
+    sys.modules.pop(module, None)
+    vars(torch.utils).pop(module.rpartition(".")[2], None)
+is_imported, is_built = threading.Event(), threading.Event()
+class SlowLoader:
+    @staticmethod
+    def create_module(spec):
+        return None
+    @staticmethod
+    def exec_module(module):
+        is_imported.set()
+        is_built.wait()
+class Finder:
+    @staticmethod
+    def find_spec(module, path, target=None):
+        if module == name and not is_imported.is_set():
+            return importlib.machinery.ModuleSpec(name, SlowLoader)
+sys.meta_path.insert(0, Finder)
+thread = threading.Thread(target=importlib.import_module, args=[name])
+thread.start()
+is_imported.wait()
+signal.alarm(30)
+calcops_jit.load("mine", "mine.cpp")
+is_built.set()
+thread.join()
+print("built")
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.utils.cpp_extension", "torch.utils._cpp_extension_versioner"]
+)
+def test_a_build_does_not_wait_for_the_import_of_another_thread(checkout, name):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    script = IMPORT_DURING_A_BUILD.format(name=name)
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert (child.code, child.out) == (0, "built\n"), child.err
 
 
 # While the sources are compiled, the compiling thread holds a lock, such as that of an import.
@@ -286,6 +330,78 @@ def test_a_signal_ends_an_initialiser_that_does_not_end(checkout, number):
             os.kill(pid, signal.SIGKILL)
 
 
+# Ctrl-C arrives when flock() has just locked.
+INTERRUPT_FLOCK = """
+import calcops_jit, fcntl, signal
+def flock(fd, operation, real=fcntl.flock):
+    real(fd, operation)
+    fcntl.flock = real
+    raise KeyboardInterrupt
+fcntl.flock = flock
+try:
+    calcops_jit.load("mine", "mine.cpp")
+except KeyboardInterrupt:
+    print("interrupted")
+signal.alarm(30)
+calcops_jit.load("mine", "mine.cpp")
+"""
+
+
+def test_an_interrupt_leaves_no_lock_behind(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(INTERRUPT_FLOCK, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert (child.code, child.out) == (0, "interrupted\n"), child.err
+    assert "waiting" not in child.err
+
+
+# Ctrl-C arrives when the child has just begun.
+INTERRUPT_FORK = """
+import calcops_jit, os, signal
+def fork(real=os.fork):
+    pid = real()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    return pid
+os.fork = fork
+pid = os.getpid()
+try:
+    calcops_jit.load("mine", "mine.cpp")
+except (KeyboardInterrupt, calcops_jit.BuildError) as error:
+    print(os.getpid() == pid, error, flush=True)
+"""
+
+
+def test_an_interrupted_child_does_not_go_on_with_the_program(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(INTERRUPT_FORK, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert "by SIGINT" in child.out, child.err
+    assert "False" not in child.out
+
+
+# The daemon inherits the pipe to this process.
+DAEMON = """
+#include <signal.h>
+#include <unistd.h>
+static int start() {
+  if (fork() == 0) {
+    setsid();
+    sleep(20);
+    _exit(0);
+  }
+  return raise(SIGSEGV);
+}
+static int value = start();
+"""
+
+
+def test_a_crash_is_seen_while_a_daemon_of_the_initialiser_goes_on(checkout):
+    checkout.put("mine.cpp", DAEMON)
+    begin = time.monotonic()
+    child = checkout.load()
+    assert "a static initialiser ends the process by SIGSEGV" in child.err
+    assert time.monotonic() - begin < 15
+
+
 FAIL_IN_ASYNCIO = """
 import asyncio, calcops_jit, signal
 async def main():
@@ -366,6 +482,49 @@ print(changes[:1])
 """
     child = checkout.run(script)
     assert (child.code, child.out) == (0, "1\n[]\n"), child.err
+
+
+# A thread changes a variable while the build waits for a lock.
+CHANGE_A_VARIABLE = """
+import calcops_jit, ctypes, fcntl, glob, os, threading, time
+def load():
+    global library
+    library = calcops_jit.load("mine", "mine.cpp")
+load()
+with open("mine.cpp", "a") as source:
+    source.write("// edited")
+lock = open(glob.glob(os.environ["CALCOPS_CACHE"] + "/mine-*/lock")[0], "r+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+is_waiting = threading.Event()
+from _calcops_jit import cache
+cache.say = lambda text: is_waiting.set()
+thread = threading.Thread(target=load)
+thread.start()
+is_waiting.wait()
+os.environ["CPATH"] = os.path.abspath("two")
+lock.close()
+thread.join()
+print(ctypes.CDLL(library.path).answer())
+load()
+print(ctypes.CDLL(library.path).answer())
+"""
+
+
+def test_a_build_uses_the_variables_of_the_time_before_it_waited_for_a_lock(checkout):
+    for folder, value in ("one", 1), ("two", 2):
+        checkout.put(f"{folder}/value.h", f"#define VALUE {value}\n")
+    checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    variables = {"CPATH": checkout.project / "one", "CALCOPS_BUILD": "0"}
+    child = checkout.run(CHANGE_A_VARIABLE, cwd=checkout.project, **variables)
+    assert child.out == "1\n2\n", child.err
+
+
+def test_a_source_that_is_saved_during_a_build_is_built_again_by_a_compiler_of_two_words(checkout):
+    source = checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    folder = checkout.path.parent / "saved"
+    save = f"mkdir {folder} && sed -i s/1/2/ {source}"
+    hook = checkout.hook(f'case "$*" in *" -c "*mine.cpp*) [ -e {folder} ] || ({save});; esac')
+    assert checkout.loaded(CXX=f"{compiler()} -g0", **hook) == 2
 
 
 def test_compilers_get_no_input_and_no_descriptors(checkout, tmp_path):

@@ -4,7 +4,7 @@ the one of a cell."""
 import ast
 import re
 
-from checkout import wait_for
+from checkout import CALL, wait_for
 
 # Runs a build with stderr on a terminal of 100 columns, and prints each state of its line.
 ON_A_TERMINAL = r"""
@@ -64,3 +64,8 @@ def test_a_build_in_a_log_prints_whole_lines_from_its_begin_on(checkout):
     assert re.fullmatch(r"calcops_jit: built calcops in [\d.]+ s", last)
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 2\n")
     assert "tiny.h" in checkout.run().err.splitlines()[0]  # what caused the build
+
+
+def test_a_build_starts_no_thread_which_an_interrupt_could_leave_behind(checkout):
+    script = f"import threading; threading.Thread.start = None\n{CALL}"
+    assert checkout.answer(script=script) == 1

@@ -4,6 +4,7 @@ calls the new one."""
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,22 @@ print(*reload_error().splitlines()[:2], call())
     assert re.search(r"cannot build mine.*mine\.cpp.* 3.0$", gone)
 
 
+def test_a_library_stays_if_the_folder_of_its_sources_is_gone(checkout):
+    checkout.put("temporary/first.cpp", "int one() { return 1; }\n")
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    script = """
+import calcops_jit, shutil
+first = calcops_jit.load("first", "temporary/first.cpp")
+mine = calcops_jit.load("mine", "mine.cpp")
+shutil.rmtree("temporary")
+with open("mine.cpp", "a") as source:
+    source.write("// edited")
+print(calcops_jit.reload(), calcops_jit.reload())
+"""
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "['mine'] []\n", child.err
+
+
 def test_a_changed_schema_is_refused_with_the_difference_and_nothing_is_exchanged(reloading):
     """The library has two operators, of which only the second one changes its schema."""
     first = CONTRACT.format(name="scaled", factor=1)
@@ -233,7 +250,7 @@ def test_sources_without_a_common_folder_and_behind_a_link_are_followed(checkout
         checkout.put(f"release{release}/mine.cpp", text)
     (checkout.project / "current").symlink_to("release1")
     script = f"""
-import calcops_jit, ctypes, os
+import calcops_jit, ctypes, os, shutil
 other = {str(elsewhere / "value.cpp")!r}
 library = calcops_jit.load("mine", ["current/mine.cpp", other])
 answer = lambda: ctypes.CDLL(library.path).answer()
@@ -242,6 +259,7 @@ open(other, "w").write("int value() {{ return 5; }}")
 print(calcops_jit.reload(), answer())
 os.symlink("release2", "new")
 os.rename("new", "current")
+shutil.rmtree("release1")
 print(calcops_jit.reload(), answer())
 """
     child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
@@ -337,6 +355,51 @@ print([thread.name for thread in threading.enumerate()])
     assert child.wait().out.splitlines() == ["2.0", "4.0", "['MainThread']"], child.err
     assert child.err.count("reloaded mine") == 2
     assert "Traceback" not in child.err
+
+
+def test_watch_sees_the_mended_header_that_only_the_failed_build_has_read(checkout):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    checkout.put("headers/other.h", "int wrong(;\n")
+    script = """
+import calcops_jit, ctypes, time
+from pathlib import Path
+mine = calcops_jit.load("mine", "mine.cpp")
+stop = calcops_jit.watch(0.05)
+source = Path("mine.cpp")
+source.write_text('#include "headers/other.h"\\n' + source.read_text().replace("1", "ANSWER"))
+end = time.monotonic() + 60
+while ctypes.CDLL(mine.path).answer() != 2 and time.monotonic() < end:
+    time.sleep(0.02)
+print(ctypes.CDLL(mine.path).answer())
+stop()
+"""
+    child = checkout.start(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    wait_for(lambda: "fix: correct" in child.err)
+    time.sleep(0.5)  # the failed build is not tried again
+    checkout.put("headers/other.h", "#define ANSWER 2\n")
+    assert child.wait().out == "2\n", child.err
+    assert child.err.count("fix: correct") == 1
+
+
+def test_watch_sees_a_link_to_another_release(checkout):
+    for release in 1, 2:
+        checkout.put(f"release{release}/mine.cpp", ANSWER.format(f"return {release};"))
+    (checkout.project / "current").symlink_to("release1")
+    script = """
+import calcops_jit, ctypes, os, time
+mine = calcops_jit.load("mine", "current/mine.cpp")
+stop = calcops_jit.watch(0.05)
+time.sleep(0.5)
+os.symlink("release2", "new")
+os.rename("new", "current")
+end = time.monotonic() + 20
+while ctypes.CDLL(mine.path).answer() != 2 and time.monotonic() < end:
+    time.sleep(0.02)
+print(ctypes.CDLL(mine.path).answer())
+stop()
+"""
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "2\n", child.err
 
 
 # ---- threads, memory, other hosts ----------------------------------------------------------------
