@@ -138,9 +138,12 @@ def _load(library: Library, wanted: Request, build: bool) -> bool:
 
     Return False if it is not built and `build` is False.
     """
-    while not _load_once(library, wanted, build):
-        if not build:
-            return False
+    try:
+        while not _load_once(library, wanted, build):
+            if not build:
+                return False
+    except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
+        raise interrupt.with_traceback(None) from None
     if library not in _loaded:
         _loaded.append(library)
     return True
@@ -149,22 +152,19 @@ def _load(library: Library, wanted: Request, build: bool) -> bool:
 def _load_once(library: Library, wanted: Request, build: bool) -> bool:
     """Load a library. Return False if it is not built, or if its file has gone meanwhile."""
     reasons: list[str] = []
-    try:
-        generation = cache.find(wanted, reasons)
-        if generation is None and _take_from_wheel(library, wanted):
-            return True
-        if generation is None and build:
-            from .build import built
+    generation = cache.find(wanted, reasons)
+    if generation is None and _take_from_wheel(library, wanted):
+        return True
+    if generation is None and build:
+        from .build import built
 
-            for registration in library._registrations.values():
-                registration.check_replaceable()  # the child that loads the new build would end
-            generation = built(wanted, reasons)
-        if generation:
-            with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
-                library._exchange(wanted, generation)
-                return True
-    except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
-        raise interrupt.with_traceback(None) from None
+        for registration in library._registrations.values():
+            registration.check_replaceable()  # the child that loads the new build would end
+        generation = built(wanted, reasons)
+    if generation:
+        with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
+            library._exchange(wanted, generation)
+            return True
     return False
 
 
