@@ -40,15 +40,15 @@ def reload() -> list[str]:
 
     Every call that begins afterwards uses the new kernels. This includes calls from other threads,
     through torch.ops handles and compiled or scripted functions, and in the backward pass of an
-    existing graph. Older builds stay in memory.
+    existing graph. torch.compile traces its functions again. Older builds stay in memory.
 
     Returns:
         The names of the libraries that changed: "calcops" for this project's operators, and names
         that were passed to load().
 
     Raises:
-        BuildError: a library could not be built, or a schema or C++ signature changed. Its old
-            kernels are still called.
+        BuildError: a library could not be built, or a schema or C++ signature changed, or it
+            cannot be loaded twice in a process. Its old kernels are still called.
     """
 
 def watch(seconds: float=0.3) -> Callable[[], None]:
