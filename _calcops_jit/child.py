@@ -120,7 +120,13 @@ class Child:
             os.killpg(self._pid, signal.SIGTERM)
         status = 0
         with contextlib.suppress(ChildProcessError):  # another thread waits for every child
-            status = os.waitpid(self._pid, 0)[1]
+            try:
+                status = os.waitpid(self._pid, 0)[1]
+            except KeyboardInterrupt:  # leave no zombie, and end a child that ignores SIGTERM
+                with contextlib.suppress(OSError):  # it has been waited for already
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
+                raise
         self._pid = 0
         return os.waitstatus_to_exitcode(status)
 

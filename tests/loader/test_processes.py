@@ -378,6 +378,31 @@ def test_an_interrupted_child_does_not_go_on_with_the_program(checkout):
     assert "False" not in child.out
 
 
+# Ctrl-C arrives while the process waits for the end of its child.
+INTERRUPT_WAIT = """
+import calcops_jit, os
+calcops_jit.load("first", "mine.cpp")  # with the runtime
+def waitpid(pid, options, real=os.waitpid):
+    if os.getpgid(pid) != pid:  # `c++ --version`
+        return real(pid, options)
+    os.waitpid = real
+    raise KeyboardInterrupt
+os.waitpid = waitpid
+try:
+    calcops_jit.load("mine", "mine.cpp")
+except KeyboardInterrupt:
+    print("interrupted")
+os.waitpid(-1, os.WNOHANG)  # ChildProcessError: there is no child
+"""
+
+
+def test_an_interrupt_at_the_end_of_a_child_leaves_no_zombie(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(INTERRUPT_WAIT, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "interrupted\n", child.err
+    assert "ChildProcessError" in child.err
+
+
 # The daemon inherits the pipe to this process.
 DAEMON = """
 #include <signal.h>
