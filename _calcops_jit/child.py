@@ -53,6 +53,8 @@ class Child:
         open(self._log, "wb").close()
         # In a daemon, the first two may get the numbers of standard streams, to which others write.
         self._connection, there = [Pipe(), Pipe(), Pipe()][-1]
+        for end in self._connection, there:  # gevent makes sockets that do not block
+            os.set_blocking(end.fileno(), True)
         parent = os.getpid()
         try:
             # Ctrl-C could raise KeyboardInterrupt in the child, too, which would then go on as a

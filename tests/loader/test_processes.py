@@ -403,6 +403,26 @@ def test_an_interrupt_at_the_end_of_a_child_leaves_no_zombie(checkout):
     assert "ChildProcessError" in child.err
 
 
+# gevent replaces sockets by ones that do not block.
+PIPES_THAT_DO_NOT_BLOCK = """
+import calcops_jit, os
+from _calcops_jit import child
+def Pipe(real=child.Pipe):
+    ends = real()
+    for end in ends:
+        os.set_blocking(end.fileno(), False)
+    return ends
+child.Pipe = Pipe
+print(calcops_jit.load("mine", "mine.cpp").operators)
+"""
+
+
+def test_a_build_works_with_sockets_that_do_not_block(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(PIPES_THAT_DO_NOT_BLOCK, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "{}\n", child.err
+
+
 # The daemon inherits the pipe to this process.
 DAEMON = """
 #include <signal.h>
