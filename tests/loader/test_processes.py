@@ -97,7 +97,7 @@ def test_a_build_does_not_wait_for_the_import_of_another_thread(checkout, name):
     assert (child.code, child.out) == (0, "built\n"), child.err
 
 
-# While the sources are compiled, the compiling thread holds a lock, such as that of an import.
+# While the sources are compiled, the compiling thread holds a lock.
 COMPILE_WITH_A_LOCK = """
 import os, sys, threading, time
 from _calcops_jit import build
