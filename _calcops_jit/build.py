@@ -201,8 +201,8 @@ def _runtime(request: Request, folder: str) -> list[Generation]:
 
     Sources without contracts do not wait for the larger unit. It is linked if it is there.
 
-    A thread would not do. It would fork while this one holds a lock, such as that of an import, and
-    nobody would release the lock in the child.
+    A thread would not do. It would fork while this one holds a lock, and nobody would release the
+    lock in the child.
     """
     names = ["runtime", "registry"]
     if jobs(request) == 1 or all(cache.find(runtime(name)) for name in names):

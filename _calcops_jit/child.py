@@ -53,6 +53,8 @@ class Child:
         open(self._log, "wb").close()
         # In a daemon, the first two may get the numbers of standard streams, to which others write.
         self._connection, there = [Pipe(), Pipe(), Pipe()][-1]
+        for end in self._connection, there:  # gevent makes sockets that do not block
+            os.set_blocking(end.fileno(), True)
         parent = os.getpid()
         try:
             # Ctrl-C could raise KeyboardInterrupt in the child, too, which would then go on as a
@@ -120,7 +122,13 @@ class Child:
             os.killpg(self._pid, signal.SIGTERM)
         status = 0
         with contextlib.suppress(ChildProcessError):  # another thread waits for every child
-            status = os.waitpid(self._pid, 0)[1]
+            try:
+                status = os.waitpid(self._pid, 0)[1]
+            except KeyboardInterrupt:  # leave no zombie, and end a child that ignores SIGTERM
+                with contextlib.suppress(OSError):  # it has been waited for already
+                    os.kill(self._pid, signal.SIGKILL)
+                    os.waitpid(self._pid, 0)
+                raise
         self._pid = 0
         return os.waitstatus_to_exitcode(status)
 

@@ -97,7 +97,7 @@ def test_a_build_does_not_wait_for_the_import_of_another_thread(checkout, name):
     assert (child.code, child.out) == (0, "built\n"), child.err
 
 
-# While the sources are compiled, the compiling thread holds a lock, such as that of an import.
+# While the sources are compiled, the compiling thread holds a lock.
 COMPILE_WITH_A_LOCK = """
 import os, sys, threading, time
 from _calcops_jit import build
@@ -376,6 +376,51 @@ def test_an_interrupted_child_does_not_go_on_with_the_program(checkout):
     child = checkout.run(INTERRUPT_FORK, cwd=checkout.project, CALCOPS_BUILD="0")
     assert "by SIGINT" in child.out, child.err
     assert "False" not in child.out
+
+
+# Ctrl-C arrives while the process waits for the end of its child.
+INTERRUPT_WAIT = """
+import calcops_jit, os
+calcops_jit.load("first", "mine.cpp")  # with the runtime
+def waitpid(pid, options, real=os.waitpid):
+    if os.getpgid(pid) != pid:  # `c++ --version`
+        return real(pid, options)
+    os.waitpid = real
+    raise KeyboardInterrupt
+os.waitpid = waitpid
+try:
+    calcops_jit.load("mine", "mine.cpp")
+except KeyboardInterrupt:
+    print("interrupted")
+os.waitpid(-1, os.WNOHANG)  # ChildProcessError: there is no child
+"""
+
+
+def test_an_interrupt_at_the_end_of_a_child_leaves_no_zombie(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(INTERRUPT_WAIT, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "interrupted\n", child.err
+    assert "ChildProcessError" in child.err
+
+
+# gevent replaces sockets by ones that do not block.
+PIPES_THAT_DO_NOT_BLOCK = """
+import calcops_jit, os
+from _calcops_jit import child
+def Pipe(real=child.Pipe):
+    ends = real()
+    for end in ends:
+        os.set_blocking(end.fileno(), False)
+    return ends
+child.Pipe = Pipe
+print(calcops_jit.load("mine", "mine.cpp").operators)
+"""
+
+
+def test_a_build_works_with_sockets_that_do_not_block(checkout):
+    checkout.put("mine.cpp", "int one() { return 1; }\n")
+    child = checkout.run(PIPES_THAT_DO_NOT_BLOCK, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "{}\n", child.err
 
 
 # The daemon inherits the pipe to this process.
