@@ -25,7 +25,7 @@ from . import cache
 from .cache import Generation
 from .child import Child, Ended, end_with_compilers
 from .compile import LINKED, compile_and_link, dependencies, foresee, jobs, linked, object_files
-from .inputs import Changed, Inputs, digest, paths_in_flags, record, state_of
+from .inputs import Changed, Inputs, digest, paths_in_flags, place_of, record, state_of
 from .messages import Progress, explain, report, say
 from .processor import levels
 from .registration import Registration
@@ -139,6 +139,7 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
             product, inputs = _compile(request, folder, archives)
             try:
                 inputs.check(request)  # no file was saved meanwhile
+                inputs.place = place_of(product, inputs, request)
                 for unit in units:
                     inputs = inputs.merged(unit.inputs)
                 return product, inputs

@@ -30,6 +30,7 @@ _OF_COMPILER = r"/(?:lib/(?:gcc|clang)/|[^/]+-linux-gnu/)"
 _LINKED = r"\.(?:a|o|so[.\d]*)$"
 _LIBRARY = r"\.(?:a|so[.\d]*)$"
 _TESTED = rb"__has_(?:include(?:_next)?|embed)\b\s*\(\s*[<\"]([^>\"\n]+)[>\"]"
+_PLACE = rb"\b(?:__FILE__|__BASE_FILE__|__builtin_FILE|source_location)\b"
 
 
 class Changed(Exception):
@@ -43,6 +44,7 @@ class Inputs(SimpleNamespace):
     # {folder: names in it}. If one appears, a compiler may read it in place of another file.
     absent: dict[str, list[str]]
     programs: list[str]  # the states of the compilers
+    place: str = ""  # the sources' folder, if the library may contain its path
 
     def check(self, request) -> None:
         """Compare everything with the disk. Changed: something differs."""
@@ -57,6 +59,8 @@ class Inputs(SimpleNamespace):
 
     def check_others(self, request) -> None:
         """Compare everything but the files with the disk. Changed: something differs."""
+        if self.place not in ("", request.root):
+            raise Changed(f"{self.place}, which the code may name, is another folder")
         now = [state_of(path) for path in request.programs]
         # A library that is built already is used without a compiler, too.
         if now and self.programs and now != self.programs:
@@ -80,7 +84,7 @@ class Inputs(SimpleNamespace):
         absent = dict(self.absent)
         for folder, names in other.absent.items():
             absent[folder] = sorted({*names, *absent.get(folder, ())})
-        return Inputs(files=files, absent=absent, programs=self.programs)
+        return Inputs(**vars(self) | {"files": files, "absent": absent})
 
 
 def state_of(path: str) -> str:
@@ -156,6 +160,22 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
         absent={parent: sorted(names) for parent, names in sorted(absent.items())},
         programs=[state_of(path) for path in request.programs],
     )
+
+
+def place_of(product: str, inputs: Inputs, request) -> str:
+    """Return the sources' folder if a library may contain its path, as by __FILE__; else "".
+
+    Compilers may split a string. So the sources and their headers are searched, too.
+    """
+    # Checkouts share the project's own libraries, and the folder of a cell is a temporary one.
+    if request.asked is None or request.is_cell:
+        return ""
+    with open(product, "rb") as file:
+        # PyTorch may be in the folder, and its headers name themselves.
+        library = file.read().replace(os.fsencode(TORCH), b"")
+    texts = [request.unfold(p) for p in inputs.files if p.startswith(("/", "@root"))]
+    is_named = os.fsencode(request.root) in library or _matches(_PLACE, texts)
+    return request.root if is_named else ""
 
 
 def _is_younger(path: str, start_ns: int) -> bool:
@@ -261,13 +281,18 @@ def _names(headers: set[str], folders: set[str]) -> set[str]:
     return names
 
 
-def _tested(paths: set[str]) -> set[str]:
+def _tested(paths: Iterable[str]) -> set[str]:
     """Return the names that __has_include tests in files."""
-    names: set[str] = set()
+    return set(map(os.fsdecode, _matches(_TESTED, paths)))
+
+
+def _matches(pattern: bytes, paths: Iterable[str]) -> set[bytes]:
+    """Return what a pattern matches in files."""
+    matches: set[bytes] = set()
     for path in filter(os.path.isfile, paths):
         with open(path, "rb") as file:
-            names.update(map(os.fsdecode, re.findall(_TESTED, file.read())))
-    return names
+            matches.update(re.findall(pattern, file.read()))
+    return matches
 
 
 def _first_missing(folder: str, name: str) -> str:

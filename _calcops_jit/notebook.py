@@ -15,11 +15,11 @@ from . import library
 from .cache import write_whole
 from .inputs import digest
 from .messages import BuildError
-from .request import request_for
+from .request import CELLS, request_for
 
 # A folder of this process, because two notebooks may use the same name. After a restart, a cell is
-# found in the cache nevertheless, because facts have no absolute paths.
-_folder = os.path.realpath(tempfile.mkdtemp(prefix=f"calcops-cells-{os.getuid()}-"))
+# found in the cache nevertheless, because facts have no absolute paths. (Inputs.place has none.)
+_folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{CELLS}{os.getuid()}-"))
 atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 _loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
 

@@ -55,6 +55,7 @@ BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # -Og inlines nothing, which takes a quarter of a call.
 RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
+CELLS = "calcops-cells-"  # begins the name of the folder of a notebook's cells
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
     "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH"
@@ -141,6 +142,11 @@ class Request(SimpleNamespace):
                 path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)
             ]
         return programs
+
+    @property
+    def is_cell(self) -> bool:
+        """Return True for a cell of a notebook, whose folder is a temporary one."""
+        return f"/{CELLS}" in self.root
 
     @once
     def slot(self) -> str:

@@ -218,6 +218,37 @@ def test_a_header_of_a_default_folder_can_be_hidden_by_one_of_the_project():
     assert {"mylib/api.h", "other/api.h"} <= inputs._names(headers, {"/project/include"})
 
 
+PATHS = {
+    "__FILE__": "__FILE__",
+    "source_location": "std::source_location::current().file_name()",
+    "a macro of a header elsewhere": "WHERE",
+    # The path is not in the library.
+    "a constant": '[]() consteval { return std::string_view(WHERE).find("second") + 1; }()'
+    ' ? "second" : "first"',
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_copy_of_sources_that_name_their_path_is_built_once_and_names_its_own(checkout, path):
+    checkout.put("common/where.h", "#include <source_location>\n#define WHERE __FILE__\n")
+    text = "#include <string.h>\n#include <string_view>\n#include <where.h>\n"
+    text += f"const char* volatile path = {PATHS[path]};\n"
+    text += ANSWER.format('return strstr(path, "second") ? 2 : 1;')
+    options = {"extra_include_paths": ["common"], "extra_cflags": ["-std=c++20"]}
+    for _ in range(2):
+        for name, answer in (("first", 1), ("second", 2)):
+            checkout.put(f"{name}/mine.cpp", text)
+            assert checkout.loaded(sources=[f"{name}/mine.cpp"], **options) == answer
+    assert checkout.compiled() == 2
+
+
+def test_a_copy_of_sources_that_name_no_path_uses_the_same_library(checkout):
+    for name in "first", "second":
+        checkout.put(f"{name}/mine.cpp", ANSWER.format("return 1;"))
+        assert checkout.loaded(sources=[f"{name}/mine.cpp"]) == 1
+    assert checkout.compiled() == 1
+
+
 def test_an_edit_of_the_runtime_reaches_the_libraries_that_are_linked_with_it(checkout):
     text = "#include <calcops/operator.h>\nint of_runtime();\n"
     checkout.put("mine.cpp", text + ANSWER.format("return of_runtime();"))

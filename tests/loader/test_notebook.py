@@ -168,6 +168,18 @@ def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folde
         assert kernel.run("print(handle(one).item())").out == "2.0\n"
 
 
+def test_a_cell_with_pytorchs_macros_comes_from_the_cache_in_another_notebook(kernel, folder):
+    """TORCH_LIBRARY and the check name the cell's file, which is in a temporary folder."""
+    cell = "%%operator plain\n#include <torch/library.h>\n"
+    cell += 'void f(bool x) { TORCH_CHECK(x, "no"); }\n'
+    cell += 'TORCH_LIBRARY_FRAGMENT(plain, m) { m.def("f", f); }'
+    assert "built plain" in kernel.run(cell).displayed[0]["text/plain"]
+    with Kernel(folder) as other:
+        other.run("%load_ext calcops_jit\nimport torch, calcops_jit")
+        warm = other.run(cell)
+        assert (warm.error, warm.err, warm.displayed) == ("", "", [])
+
+
 def test_a_header_beside_the_notebook_is_found_and_a_missing_one_names_cflags(kernel):
     def cell(name, *flags, header="beside.h"):
         first, _, text = CELL.partition("\n")
