@@ -165,7 +165,7 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
 def place_of(product: str, inputs: Inputs, request) -> str:
     """Return the sources' folder if a library may contain its path, as by __FILE__; else "".
 
-    Compilers may split a string. So the sources and the headers in the folder are searched, too.
+    Compilers may split a string. So the sources and their headers are searched, too.
     """
     # Checkouts share the project's own libraries, and the folder of a cell is a temporary one.
     if request.asked is None or request.is_cell:
@@ -173,7 +173,7 @@ def place_of(product: str, inputs: Inputs, request) -> str:
     with open(product, "rb") as file:
         # PyTorch may be in the folder, and its headers name themselves.
         library = file.read().replace(os.fsencode(TORCH), b"")
-    texts = [request.unfold(path) for path in inputs.files if path.startswith("@root")]
+    texts = [request.unfold(p) for p in inputs.files if p.startswith(("/", "@root"))]
     is_named = os.fsencode(request.root) in library or _matches(_PLACE, texts)
     return request.root if is_named else ""
 

@@ -222,13 +222,16 @@ PATHS = {
     "__FILE__": "__FILE__",
     "source_location": "std::source_location::current().file_name()",
     "a macro of a header elsewhere": "WHERE",
+    # The path is not in the library.
+    "a constant": '[]() consteval { return std::string_view(WHERE).find("second") + 1; }()'
+    ' ? "second" : "first"',
 }
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_copy_of_sources_that_name_their_path_is_built_once_and_names_its_own(checkout, path):
-    checkout.put("common/where.h", "#define WHERE __FILE__\n")
-    text = "#include <string.h>\n#include <source_location>\n#include <where.h>\n"
+    checkout.put("common/where.h", "#include <source_location>\n#define WHERE __FILE__\n")
+    text = "#include <string.h>\n#include <string_view>\n#include <where.h>\n"
     text += f"const char* volatile path = {PATHS[path]};\n"
     text += ANSWER.format('return strstr(path, "second") ? 2 : 1;')
     options = {"extra_include_paths": ["common"], "extra_cflags": ["-std=c++20"]}
