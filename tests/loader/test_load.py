@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkout import ANSWER, Checkout
+from checkout import ANSWER, LOAD, Checkout
 
 import calcops_jit
 
@@ -116,7 +116,7 @@ def test_sources_of_one_base_name_do_not_overwrite_each_others_object(checkout):
     assert checkout.loaded(sources=sources) == 31
 
 
-@pytest.mark.parametrize("name", ["a b é", "a;b^c"])
+@pytest.mark.parametrize("name", ["a b é", "a;b^c", "(a),'b", "a$b|c:d"])
 def test_a_folder_of_any_name_works(checkout, name):
     checkout.put(f"{name}/value.h", "#define VALUE 1\n")
     source = checkout.put(
@@ -126,6 +126,36 @@ def test_a_folder_of_any_name_works(checkout, name):
     for value in 1, 2:
         checkout.put(f"{name}/value.h", f"#define VALUE {value}\n")
         assert checkout.loaded(**options) == value
+
+
+# Makes PyTorch and the loader lie in folders of other names.
+MOVED_TORCH = """
+import os, torch
+from torch.utils import cpp_extension
+folder = {folder!r}
+os.mkdir(folder)
+for name in ("include", "lib"):
+    os.symlink(os.path.join(os.path.dirname(torch.__file__), name), os.path.join(folder, name))
+torch.__file__ = f"{{folder}}/__init__.py"
+cpp_extension._TORCH_PATH = folder
+cpp_extension.TORCH_LIB_PATH = f"{{folder}}/lib"
+"""
+
+
+def test_pytorch_the_loader_and_the_cache_may_lie_in_folders_of_any_name(tmp_path):
+    checkout = Checkout(tmp_path)
+    folder = tmp_path / "My Projects (a), 'b"
+    folder.mkdir()
+    checkout.path = checkout.path.rename(folder / "checkout")
+    checkout.cache = folder / "cache"
+    source = checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    script = MOVED_TORCH.format(folder=str(folder / "torch"))
+    script += LOAD.format(options={"sources": [str(source)]})
+    child = checkout.run(script, CALCOPS_BUILD="0")
+    assert child.code == 0, child.err
+    assert child.out == "1\n"
+    (library,) = checkout.libraries("mine")
+    assert f"{folder}/torch/lib".encode() in library.read_bytes()  # its rpath
 
 
 def test_ninja_beside_python_is_found_without_path(checkout):
