@@ -273,7 +273,8 @@ def dependencies(folder: str) -> dict[str, list[str]]:
         # The compiler writes a rule for make: "main.o: /a/main.cpp /a/with\\ space.h".
         with open(f"{path[:-2]}.d", "rb") as file:
             rule = os.fsdecode(file.read()).replace("\\\n", " ")
-        names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2])
+        # -MP adds more rules below.
+        names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2].partition("\n")[0])
         names = [re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$") for name in names]
         found[os.path.basename(path)] = [os.path.join(folder, name) for name in names]
     return found
