@@ -103,7 +103,7 @@ def _tried(request: Request, product: str, log: str) -> dict[str, str]:
             return child.result()
         except Ended as end:
             with open(log, encoding="utf-8", errors="replace") as file:
-                lines = file.read().splitlines()[-8:]
+                lines = file.read().partition("\nException raised from")[0].splitlines()[-8:]
             what = f"cannot load {request.name}: a static initialiser {end}"
             fix = "do what may fail in a function that is called later"
             raise report(what, lines, fix) from None

@@ -196,6 +196,25 @@ def test_the_error_in_a_template_of_a_cuda_source_names_the_line_that_led_to_it(
     assert fix_of(message) == "correct /x/mine.h(3) or /x/mine.cu:7"
 
 
+ABORTED = """
+#include <cstdio>
+#include <cstdlib>
+struct Wrong {
+  Wrong() {
+    fputs("what():  the reason\\nException raised from f at mine.cpp:3\\n", stderr);
+    for (int i = 0; i < 20; ++i) fputs("frame of a stack\\n", stderr);
+    abort();
+  }
+} wrong;
+"""
+
+
+def test_the_error_of_an_initialiser_has_pytorchs_words_but_not_its_stack(checkout):
+    message = build_error(checkout, ABORTED)
+    assert "what():  the reason" in message
+    assert "frame of a stack" not in message
+
+
 # ---- faults of the machine -----------------------------------------------------------------------
 
 # {fault: (what the compiler prints, words of the message, words of the fix)}
