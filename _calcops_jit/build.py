@@ -32,8 +32,6 @@ from .registration import described
 from .request import SHADOW, Request, own, runtime
 
 _KEPT = 4  # folders of builds in a slot
-# A line of the stack that PyTorch's exceptions print.
-_FRAME = re.compile(r"frame #\d|Exception raised from|terminate called|\s*$")
 _REGISTERED_TWICE = re.compile(r"same name and overload name|Only a single TORCH_LIBRARY")
 
 
@@ -106,13 +104,13 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
             return child.result()
         except Ended as end:
             with open(log, encoding="utf-8", errors="replace") as file:
-                lines = [line for line in file.read().splitlines() if not _FRAME.match(line)]
+                lines = file.read().partition("\nException raised from")[0].splitlines()[-8:]
             what = f"cannot load {request.name}: a static initialiser {end}"
             fix = "do what may fail in a function that is called later"
             if _REGISTERED_TWICE.search("\n".join(lines)):
                 what = f"cannot load {request.name}: it registers what is registered already"
                 fix = "restart Python, or load only one of the two libraries"
-            raise report(what, lines[-8:], fix) from None
+            raise report(what, lines, fix) from None
 
 
 def progress(folder: str) -> str:

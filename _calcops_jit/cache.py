@@ -22,11 +22,12 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 from .inputs import Changed, Inputs, digest, digest_of_open
-from .messages import say
+from .messages import report, say
 from .request import Request
 
 _KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
@@ -44,12 +45,28 @@ class Generation(SimpleNamespace):
 
 
 def folder() -> str:
-    """Return the cache's folder."""
+    """Return the cache's folder.
+
+    BuildError: the user has no home, and the folder in its place belongs to somebody else.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = "~/.cache"
     path = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
-    return os.path.abspath(os.path.expanduser(path))
+    path = os.path.expanduser(path)
+    if path.startswith("~"):
+        path = _without_home()
+    return os.path.abspath(path)
+
+
+def _without_home() -> str:
+    """Return a folder for a user without HOME and without a name, as in some containers."""
+    path = f"{tempfile.gettempdir()}/calcops-{os.getuid()}"
+    with contextlib.suppress(FileNotFoundError):
+        if os.lstat(path).st_uid != os.getuid():  # its owner could exchange the libraries
+            what = f"cannot use {path} as a cache: it belongs to another user"
+            raise report(what, ["there is no home folder"], "export CALCOPS_CACHE=<a folder>")
+    return path
 
 
 # ---- finding -------------------------------------------------------------------------------------
@@ -76,11 +93,15 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
 
 def generations(slot: str) -> list[str]:
     """Return the folders of a slot's generations, the last used first."""
-    times = {}
-    for manifest in glob.glob(f"{glob.escape(slot)}/*/manifest"):
-        with contextlib.suppress(OSError):  # another process removed it meanwhile
-            times[os.path.dirname(manifest)] = os.path.getmtime(manifest)
-    return sorted(times, key=times.get, reverse=True)
+    paths = map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest"))
+    return sorted(filter(_last_use, paths), key=_last_use, reverse=True)
+
+
+def _last_use(path: str) -> float:
+    """Return the time of the last use of a generation; 0 if another process has removed it."""
+    with contextlib.suppress(OSError):
+        return os.path.getmtime(f"{path}/manifest")
+    return 0.0
 
 
 def checked(path: str, request: Request) -> Generation:
@@ -120,9 +141,11 @@ def newest(name: str) -> Iterator[dict]:
     """Yield the manifests of all builds of a name, the last used first."""
     of_name = [slot for slot in slots() if os.path.basename(slot)[:-17] == name]
     paths = [path for slot in of_name for path in generations(slot)]
-    for path in sorted(paths, key=lambda path: os.path.getmtime(f"{path}/manifest"), reverse=True):
+    for path in sorted(paths, key=_last_use, reverse=True):
         with contextlib.suppress(*UNFIT):
-            yield read_record(f"{path}/manifest")
+            manifest = read_record(f"{path}/manifest")
+            if manifest["facts"]["format"] and "asked" in manifest:
+                yield manifest
 
 
 def differences(old: dict, new: dict) -> list[str]:
@@ -226,17 +249,31 @@ def slots() -> list[str]:
     return sorted(glob.glob(f"{glob.escape(folder())}/*-{'[0-9a-f]' * 16}"))
 
 
-def clean() -> list[str]:
-    """Empty every slot in which no process builds. Return the paths of the others."""
-    busy = []
+def clean() -> dict[str, str]:
+    """Empty every slot in which no process builds.
+
+    Return {slot: "removed", "in use" or "not removable"} of the slots that were not empty.
+    """
+    outcomes = {}
     for slot in slots():
+        if not os.path.lexists(f"{slot}/lock") or not _contents(slot):
+            continue
+        outcomes[slot] = "not removable"
         with contextlib.suppress(OSError), open(f"{slot}/lock", "r+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                busy.append(slot)
+                outcomes[slot] = "in use"
                 continue
-            for name in os.listdir(slot):
-                if name != "lock":  # a process may wait for it
-                    remove(f"{slot}/{name}")
-    return busy
+            for path in _contents(slot):
+                remove(path)
+            if not _contents(slot):
+                outcomes[slot] = "removed"
+    return outcomes
+
+
+def _contents(slot: str) -> list[str]:
+    """Return the paths in a slot, but not the lock, for which a process may wait."""
+    with contextlib.suppress(OSError):
+        return [f"{slot}/{name}" for name in os.listdir(slot) if name != "lock"]
+    return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import os
 import re
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.function(options) or 0
-    except (BuildError, FileNotFoundError) as error:
+    except (BuildError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -55,8 +56,10 @@ def _request(options: argparse.Namespace) -> Request:
     if options.name in (None, "calcops"):
         return request.own()
     for manifest in cache.newest(options.name):
-        return request.request_for(**manifest["asked"])
-    names = {os.path.basename(slot)[:-17] for slot in cache.slots()} - {"calcops", "runtime"}
+        if manifest["asked"] and manifest["facts"]["format"] == request.FORMAT:
+            return request.request_for(**manifest["asked"])
+    slots = filter(cache.generations, cache.slots())
+    names = {os.path.basename(slot)[:-17] for slot in slots} - {"calcops", "runtime"}
     what = f"no library `{options.name}` in {cache.folder()}"
     evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
     raise report(what, [evidence], f"calcops_jit.load({options.name!r}, ...) first")
@@ -70,8 +73,8 @@ def _where(options: argparse.Namespace) -> None:
     else:
         found = _find(wanted, [])
         choice = wanted.cuda
-        files = [path for path in Path(cache.folder()).rglob("*") if path.is_file()]
-        size = sum(path.lstat().st_size for path in files) / 1e6
+        files = Path(cache.folder()).rglob("*")
+        size = sum(map(_size, files)) / 1e6
         print(f"cache    {cache.folder()}, {size:.0f} MB")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         if choice.build:
@@ -79,6 +82,13 @@ def _where(options: argparse.Namespace) -> None:
         else:
             print(f"CUDA     none, because {choice.reason}; {choice.fix}")
         print(f"key      {_key(wanted)}")
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file; 0 of a folder, or if the file is gone."""
+    with contextlib.suppress(OSError):
+        return path.lstat().st_size if path.is_file() else 0
+    return 0
 
 
 def _find(wanted: Request, reasons: list[str]) -> cache.Generation | None:
@@ -162,12 +172,12 @@ def _cache(options: argparse.Namespace) -> None:
     """list the libraries in the cache: size and folder"""
     for slot in cache.slots():
         for path in cache.generations(slot):
-            size = sum(file.stat().st_size for file in os.scandir(path)) / 1e6
+            size = sum(map(_size, Path(path).glob("*"))) / 1e6
             print(f"{size:9.2f} MB  {path}")
 
 
 def _clean(options: argparse.Namespace) -> None:
     """empty the cache"""
-    busy = cache.clean()
-    exception = f", but {len(busy)} in which a process builds" if busy else ""
-    say(f"removed the libraries in {cache.folder()}{exception}")
+    outcomes = list(cache.clean().values())
+    counts = [f"{outcomes.count(name)} {name}" for name in sorted({*outcomes}, reverse=True)]
+    say(f"libraries in {cache.folder()}: {', '.join(counts) or 'none'}")

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 
 from . import cuda
@@ -37,7 +37,7 @@ for word do
   shift
   case "$word" in
     -MMD) word=-MD;;
-    *.o.d) word=${{word%.o.d}}.d;;{unwanted}
+    *.o.d) word=${{word%.o.d}}.d;;
   esac
   set -- "$@" "$word"
 done
@@ -87,16 +87,32 @@ def _import_cpp_extension() -> ModuleType:
     os.environ.update({"CUDA_HOME": "", "CUDA_PATH": ""})
     from torch.utils import cpp_extension
 
+    if cpp_extension._prepare_ldflags.__module__ != __name__:
+        cpp_extension._prepare_ldflags = _corrected(cpp_extension._prepare_ldflags)
     return cpp_extension
 
 
-def _write_compiler(folder: str, name: str, command: list[str], first="", unwanted="") -> str:
+def _corrected(prepare_ldflags: Callable) -> Callable:
+    """Return torch's function that appends flags for the linker, with its paths quoted.
+
+    torch does not quote its folder and CUDA's, which may contain a space. Its rpath is left out,
+    because _ldflags() has one that suits a wheel, too.
+    """
+
+    def prepare(ldflags: list[str], *options) -> list[str]:
+        flags = prepare_ldflags([], *options)
+        return [*ldflags, *(_quoted(flag) for flag in flags if not flag.startswith("-Wl,-rpath"))]
+
+    return prepare
+
+
+def _write_compiler(folder: str, name: str, command: list[str], first="") -> str:
     """Write a script that runs a compiler. Return its path from `folder`, in which ninja runs.
 
     PyTorch 2.10 does not quote the path, and that of `folder` may contain a space.
     """
     script = f"{folder}/{name}"
-    text = _COMPILER.format(command=shlex.join(command), first=first, unwanted=unwanted)
+    text = _COMPILER.format(command=shlex.join(command), first=first)
     write_whole(script, os.fsencode(text))
     os.chmod(script, 0o755)
     return f"./{name}"
@@ -106,10 +122,8 @@ def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, 
     """Return environment variables for torch and the compilers."""
     path = request.environment.get("PATH", os.defpath)
     first = "" if archives else _COMPILE_ONLY
-    # A wheel's library finds PyTorch by an rpath with $ORIGIN, wherever it is.
-    unwanted = " -Wl,-rpath,/*) continue;;" if request.level else ""
     variables = {
-        "CXX": _write_compiler(folder, "c++", request.compiler, first, unwanted),
+        "CXX": _write_compiler(folder, "c++", request.compiler, first),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
         "MAX_JOBS": str(jobs(request)),
         "LC_ALL": "C.UTF-8",  # messages.py knows the English messages
@@ -139,7 +153,8 @@ def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, 
 def _sources(request: Request, folder: str) -> list[str]:
     """Return the sources for torch, which names an object after its source.
 
-    If the name is taken, a file in `folder` includes the source.
+    If the name is taken, or ninja would read the path otherwise, a file in `folder` includes the
+    source.
     """
     sources = []
     taken = set()
@@ -147,10 +162,11 @@ def _sources(request: Request, folder: str) -> list[str]:
         stem, suffix = os.path.splitext(os.path.basename(source))
         is_cuda = request.cuda.build and suffix in (".cu", ".cuh")
         ending = ".cuda.o" if is_cuda else ".o"
-        if f"{stem}{ending}" in taken:
+        if f"{stem}{ending}" in taken or set("$:|").intersection(source):
+            text = os.fsencode(f'#include "{source}"\n')
+            stem = f"{re.sub('[$:|]', '_', stem)}.{i}"
             while f"{stem}{ending}" in taken:
                 stem = f"{stem}.{i}"
-            text = os.fsencode(f'#include "{source}"\n')
             source = f"{folder}/{stem}{suffix}"
             _write_if_other(source, text)
         taken.add(f"{stem}{ending}")
@@ -185,7 +201,8 @@ def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
     # that the runtime defines, too.
     flags += [f"-L{_quoted(TORCH)}/lib", "-ltorch_cpu"]
     flags += request.ldflags
-    flags.append(f"-Wl,--version-script={_quoted(SHADOW)}/hidden.map")
+    # -Wl would split a path at a comma.
+    flags += ["-Xlinker", f"--version-script={_quoted(SHADOW)}/hidden.map"]
     # lld reads PyTorch's libraries in a tenth of GNU ld's time. With archives it may make another
     # library.
     is_plain = {*request.ldflags} <= {"-fopenmp", "-ltorch_python"}
@@ -199,10 +216,10 @@ def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
             os.symlink(runtime, f"{folder}/libcudart.so")
         flags.append("-L.")
         rpaths.append(os.path.dirname(runtime))
-    if request.level:
+    if request.level:  # wherever the wheel is installed
         site = os.path.dirname(TORCH)
         rpaths = [f"{ORIGIN}/{os.path.relpath(path, site)}" for path in rpaths]
-    return [*flags, *(f"-Wl,-rpath,{_quoted(path)}" for path in rpaths)]
+    return [*flags, *(f"-Xlinker -rpath -Xlinker {_quoted(path)}" for path in rpaths)]
 
 
 def _quoted(text: str) -> str:
@@ -277,7 +294,8 @@ def dependencies(folder: str) -> dict[str, list[str]]:
         # The compiler writes a rule for make: "main.o: /a/main.cpp /a/with\\ space.h".
         with open(f"{stem}.d", "rb") as file:
             rule = os.fsdecode(file.read()).replace("\\\n", " ")
-        names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2])
+        # -MP adds more rules below.
+        names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2].partition("\n")[0])
         names = [re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$") for name in names]
         found[f"{os.path.basename(stem)}.o"] = [os.path.join(folder, name) for name in names]
     return found

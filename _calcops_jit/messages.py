@@ -15,10 +15,16 @@ _LOG_S = 10.0
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
 # first pattern that matches the output counts. {0} is the first group that is not empty.
 _CAUSES = r"""
+Resource temporarily unavailable|Cannot fork
+    this user may start no more processes -> export MAX_JOBS=1, or end some, or raise: ulimit -u
 Too many open files
     this process has no descriptor left -> ulimit -n $(ulimit -H -n)
 No space left on device|Disk quota exceeded
     the disk is full -> export CALCOPS_CACHE=<a folder with space>
+cannot allocate memory in static TLS block
+    it must be loaded earlier -> export GLIBC_TUNABLES=glibc.rtld.optional_static_tls=65536
+version [`'](?:GLIBCXX|CXXABI|GCC)_\S+ not found
+    an older library than the compiler's was loaded first -> export LD_PRELOAD=$(c++ -print-file-name=libstdc++.so.6)
 Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
     the compiler was killed, most likely for lack of memory -> export MAX_JOBS=1
 /c\+\+: Permission denied|failed to map segment
@@ -31,6 +37,14 @@ Python\.h: No such file
     PyTorch's headers are not included -> begin the source with: #include <torch/types.h>
 [‘']calcops[’'] (?:does not name a type|has not been declared|was not declared)|identifier 'calcops'
     the header of contracts is not included -> begin the source with: #include <calcops/operator.h>
+or later compatible compiler is required|strong_ordering['’"]? (?:in namespace|has not been)|(?:member|type) ['"‘]?(?:std::)?strong_ordering
+    PyTorch needs a newer C++ -> take -std=... out of extra_cflags and extra_cuda_cflags, or update the compiler
+unsupported GNU version! gcc versions later than (\d+)
+    nvcc does not support a g++ that new -> export CC=g++-{0}
+Unsupported gpu architecture '(\w+)'
+    this CUDA does not support the GPU -> leave {0} out of TORCH_CUDA_ARCH_LIST and extra_cuda_cflags, or use an older CUDA
+Unknown CUDA arch \((.*)\)
+    TORCH_CUDA_ARCH_LIST is no list of architectures -> export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'
 fatal error: (\S+): No such file
     a header is missing -> find / -path '*/{0}' 2> /dev/null; the folder before {0} belongs in extra_include_paths
 (?:cannot find|unable to find library) -l([^\s:]+)
@@ -49,9 +63,18 @@ undefined (?:reference to [`']|symbol: )([^\s'(]+)
 
 # g++ and clang print file:line:column: error: ..., nvcc prints file(line): error: .... Below it,
 # they print lines of the source.
-_COMPILER_ERROR = (
-    r"^(?P<at>[^\s:(][^:(\n]*(?::\d+(?::\d+)?|\(\d+\)))\s*: (?:fatal )?error\s*(?:#[\w-]+)?: .+"
-    r"(?:\n *\d* \| .*){0,4}"
+_PLACE = r"^(?P<at>\S.*?(?::\d+(?::\d+)?|\(\d+\)))\s*:"
+_COMPILER_ERROR = rf"{_PLACE} (?:fatal )?error\s*(?:#[\w-]+)?: .+(?:\n *\d* \| .*){{0,4}}"
+# A line of the source has a number and a bar, or the next line has a caret.
+_QUOTED = r"^ *\d* \| .*|^.*\n(?=[ ~]*\^[ ~^]*$)"
+# What led to an error stands above it. A macro, and templates of clang and nvcc stand below it.
+_ABOVE = r"In file included from | +from |.*: (?:In|At) |.*: +(?:recursively )?required | *\d* \| "
+_INSTANTIATED = rf"{_PLACE} +(?:(?:recursively )?required |note: in (?:inst|expansion of macro))"
+_INCLUDED = r"(?:In file included| +) from (?P<at>.+?:\d+)"
+# Headers of compilers, CUDA, PyTorch and this project, which are correct.
+_FOREIGN = (
+    r"/usr/(?:bin|include|lib|local/cuda)|.*/(?:site-packages|lib/gcc|lib/clang|include/c\+\+)/"
+    r"|.*/(?:torch|contracts|targets/[^/]+|cuda[^/]*)/include/|.*/_calcops_jit/shadow/"
 )
 
 
@@ -86,7 +109,7 @@ def explain(what: str, output: str, log: str = "") -> BuildError:
     """Return the BuildError for `what`, which failed with a tool's output."""
     lines = _CAUSES.strip("\n").splitlines()
     for pattern, explanation in zip(lines[::2], lines[1::2]):
-        if match := re.search(pattern, output, re.MULTILINE):
+        if match := _search(pattern, output):
             line = output[output.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0]
             cause, _, fix = explanation.strip().partition(" -> ")
             groups = filter(None, match.groups())
@@ -94,12 +117,48 @@ def explain(what: str, output: str, log: str = "") -> BuildError:
     error = re.search(_COMPILER_ERROR, output, re.MULTILINE)
     if error:
         place = error["at"]
+        fix = f"correct {place}"
         evidence = error[0].splitlines()
-        return report(f"{what}: error at {place}", evidence, f"correct {place}", log)
+        for line in _what_led_to(error, output)[:1]:
+            evidence.append(re.sub("^ +from", "included from", line.string).strip())
+            if re.match(_FOREIGN, place):
+                place = line["at"]
+                fix = f"correct {place}"
+            else:
+                fix += f" or {line['at']}"
+        return report(f"{what}: error at {place}", evidence, fix, log)
     # Lines of torch and of ninja, which prints the commands.
     noise = r"\s*$|ninja:|FAILED: |\[\d|Error building|calcops_jit: |.* -c "
     lines = [line for line in output.splitlines() if not re.match(noise, line)]
     return report(what, lines[-6:], f"less {log}" if log else "python -m calcops_jit clean", log)
+
+
+def _search(pattern: str, output: str) -> re.Match | None:
+    """Return the first match of a cause that does not begin in a quoted line of a source."""
+    quoted = [match.span() for match in re.finditer(_QUOTED, output, re.MULTILINE)]
+    for match in re.finditer(pattern, output, re.MULTILINE):
+        if not any(start <= match.start() < end for start, end in quoted):
+            return match
+    return None
+
+
+def _what_led_to(error: re.Match, output: str) -> list[re.Match]:
+    """Return the user's lines that led to an error in a template, a macro or a foreign header."""
+    above: list[str] = []
+    for line in reversed(output[: error.start()].splitlines()):
+        if not re.match(_ABOVE, line):
+            break
+        above.insert(0, line)
+    below = re.split(r": (?:fatal )?(?:error|warning)\b", output[error.end() :])[0]
+    below = re.sub(r"(?m)^ .* at line (\d+) of (.+)$", r"\2:\1: required here", below)  # nvcc's
+    if sum(line.startswith("In file") for line in above) > 1:  # clang begins with the source
+        above.reverse()
+    lines = [*above, *below.splitlines()]
+    patterns = [_INSTANTIATED]
+    if re.match(_FOREIGN, error["at"]):
+        patterns.append(_INCLUDED)
+    matches = [re.match(pattern, line) for pattern in patterns for line in lines]
+    return [match for match in matches if match and not re.match(_FOREIGN, match["at"])]
 
 
 def say(text: str) -> None:

@@ -73,6 +73,29 @@ _TORCH_OPTIONS = {
 }
 # A flag that names a relative folder. ("=" is --sysroot's folder.)
 _RELATIVE = r"(?:^|\s)-(?:I|L|isystem|iquote|idirafter)\s*(?![\s/=$'\"\\-])\S+"
+# {argument: {a pattern of flags that break a build in silence or late: what is wrong with them}}
+_WRONG_FLAGS = {
+    "extra_cflags": {
+        r"-M|-MM|-MF.*|-Wp,-M.*": "the loader reads the list of headers from a file of its own",
+        r"-E|-S|-o.*|-fsyntax-only": "the loader links the object that the compiler writes",
+        f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch.compiled_with_cxx11_abi()}": (
+            "PyTorch was compiled with the other value"
+        ),
+    },
+    "extra_cuda_cflags": {
+        r"-rdc(?:=true)?|--relocatable-device-code(?:=true)?|-dc|--device-c": (
+            "device code is not linked across sources"
+        )
+    },
+    "extra_ldflags": {
+        r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
+    },
+}
+# {ending of a file that is no source: where it belongs}
+_NO_SOURCES = {
+    (".o", ".a", ".so"): "in `extra_ldflags`",
+    (".h", ".hh", ".hpp"): "in an #include of a source, and its folder in `extra_include_paths`",
+}
 
 
 class Request(SimpleNamespace):
@@ -280,15 +303,13 @@ def request_for(
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
-    paths = _absolute("sources", sources)
-    if not paths:
-        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
-    for path in paths:
-        if not os.path.isfile(path):
-            raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
+    paths = _source_paths(sources)
     if with_cuda is None:
         with_cuda = any(path.endswith((".cu", ".cuh")) for path in paths)
     folders = _absolute("extra_include_paths", extra_include_paths)
+    for path in filter(os.path.isfile, folders):
+        what = f"expected `extra_include_paths` as folders, got the file {path}"
+        raise ValueError(f"calcops_jit.load: {what}")
     asked = {
         "name": name,
         "sources": paths,
@@ -331,10 +352,30 @@ def again(request: Request, followed: Callable[[str], str]) -> Request:
         raise BuildError(f"cannot build {request.name}: {error}") from None
 
 
+def _source_paths(sources) -> list[str]:
+    """Return the absolute paths of the sources, which exist."""
+    paths = _absolute("sources", sources)
+    if not paths:
+        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
+        for endings, place in _NO_SOURCES.items():
+            if path.endswith(endings):
+                what = f"expected `sources` of C++ or CUDA; {path} belongs {place}"
+                raise ValueError(f"calcops_jit.load: {what}")
+    return paths
+
+
 def _absolute(argument: str, value) -> list[str]:
     """Return absolute paths from a path, or a sequence of paths."""
     # os.path.abspath would resolve "link/.." to the folder of the link, not to that of its target.
-    return [os.path.join(os.getcwd(), path) for path in _strings(argument, value)]
+    paths = _strings(argument, value)
+    for path in paths:
+        if path != path.strip():  # torch would remove the spaces
+            what = f"expected `{argument}` without spaces around a path, got {path!r}"
+            raise ValueError(f"calcops_jit.load: {what}")
+    return [os.path.join(os.getcwd(), path) for path in paths]
 
 
 def _strings(argument: str, value) -> list[str]:
@@ -361,4 +402,9 @@ def _flags(argument: str, value) -> list[str]:
         if argument != "extra_ldflags":
             what += "; `extra_include_paths` may be relative"
         raise ValueError(f"calcops_jit.load: {what}")
+    for pattern, reason in _WRONG_FLAGS[argument].items():
+        for flag in flags:
+            if re.fullmatch(pattern, flag):
+                what = f"expected `{argument}` without {flag}, because {reason}"
+                raise ValueError(f"calcops_jit.load: {what}")
     return flags

@@ -1,10 +1,13 @@
 """The commands `python -m calcops_jit build where why doctor cache`. test_export.py has `export`,
 test_processes.py `clean`."""
 
+import hashlib
+import json
+import os
 import re
 
 import pytest
-from checkout import ANSWER, CALL, MAIN, Checkout, with_cpuinfo
+from checkout import ANSWER, CALL, MAIN, Checkout, spoil, with_cpuinfo
 
 
 def test_build_builds_and_where_does_not(checkout):
@@ -45,6 +48,94 @@ def test_doctor_says_what_a_build_lacks(shared_checkout, variables, cause):
     assert child.code == (1 if variables else 0), child.err
     assert cause in child.out
     assert ("  fix: " in child.out) == bool(variables)
+
+
+def test_clean_says_how_many_libraries_it_removed(checkout):
+    assert checkout.main("clean").err.endswith(f"libraries in {checkout.cache}: none\n")
+    checkout.main("build")
+    assert checkout.main("clean").err.endswith(" removed\n")
+    assert checkout.main("clean").err.endswith(f"libraries in {checkout.cache}: none\n")
+
+
+COMMANDS = [("where",), ("why",), ("why", "mine"), ("why", "runtime"), ("build", "mine")]
+COMMANDS += [("cache",), ("doctor",), ("clean",), ("build",)]
+
+
+def check_commands(checkout, **variables):
+    for command in COMMANDS:
+        child = checkout.main(*command, **variables)
+        assert "Traceback" not in child.err, (command, child.err)
+
+
+@pytest.mark.parametrize("kind", ["file", "loop"])
+def test_no_command_shows_a_traceback_if_the_cache_is_no_folder(shared_checkout, tmp_path, kind):
+    cache = tmp_path / "cache"
+    if kind == "file":
+        cache.touch()
+    else:
+        cache.symlink_to("cache")
+    check_commands(shared_checkout, CALCOPS_CACHE=cache)
+
+
+@pytest.mark.parametrize("damage", ["folder", "loop"])
+def test_no_command_shows_a_traceback_if_a_manifest_is_damaged(checkout, damage):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    assert checkout.loaded() == 1
+    assert checkout.answer() == 1
+    for manifest in checkout.cache.glob("*/*/manifest"):
+        spoil(manifest, damage)
+    check_commands(checkout)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"facts": None}, {"asked": {"an option of another version": 1}, "facts": {"format": 5}}],
+)
+def test_no_command_shows_a_traceback_if_a_manifest_is_of_another_version(checkout, change):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    assert checkout.loaded() == 1
+    (manifest,) = checkout.cache.glob("mine-*/*/manifest")
+    record = json.loads(manifest.read_bytes().partition(b"\n")[2]) | change
+    text = json.dumps(record).encode()
+    manifest.write_bytes(hashlib.sha256(text).hexdigest()[:32].encode() + b"\n" + text)
+    check_commands(checkout)
+    assert "no library `mine`" in checkout.main("why", "mine").err
+
+
+@pytest.mark.parametrize("variables", [{"CALCOPS_CUDA": "yes"}, {"CXX": "g++ '"}])
+def test_a_wrong_variable_is_one_line_of_a_command(shared_checkout, variables):
+    child = shared_checkout.main("why", **variables)
+    assert child.code == 1
+    assert len(child.err.splitlines()) == 1
+    assert next(iter(variables)) in child.err
+
+
+NO_HOME = """
+import os, pwd, tempfile
+def nobody(uid):
+    raise KeyError(uid)
+pwd.getpwuid = nobody
+tempfile.tempdir = {folder!r}
+"""
+
+
+def test_a_user_without_home_has_a_cache_in_the_temporary_folder(checkout, tmp_path):
+    script = NO_HOME.format(folder=str(tmp_path)) + CALL
+    variables = {"HOME": None, "CALCOPS_CACHE": None, "XDG_CACHE_HOME": None}
+    child = checkout.run(script, cwd=tmp_path, **variables)
+    assert child.out == "1\n", child.err
+    assert list(tmp_path.glob(f"calcops-{os.getuid()}/calcops-*"))
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_folder_of_another_user_in_the_temporary_folder_is_no_cache(checkout, tmp_path):
+    (tmp_path / "calcops-12345").mkdir()
+    script = NO_HOME.format(folder=str(tmp_path)) + "os.getuid = lambda: 12345\n" + MAIN
+    variables = {"HOME": None, "CALCOPS_CACHE": None, "XDG_CACHE_HOME": None}
+    child = checkout.run(script, arguments=["build"], cwd=tmp_path, **variables)
+    assert child.code == 1
+    assert "it belongs to another user" in child.err
+    assert "fix: export CALCOPS_CACHE=" in child.err
 
 
 def test_cache_lists_the_libraries(checkout):

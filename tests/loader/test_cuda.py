@@ -178,6 +178,13 @@ def test_a_cpu_build_of_torch_never_builds_cuda(built):
     assert "fix: pip install" in child.err
 
 
+def test_a_pytorch_for_rocm_never_builds_cuda_and_is_not_to_be_replaced(built):
+    script = "import torch; torch.version.cuda = None; torch.version.hip = '6.4'\n"
+    child = built.run(script + "import calcops_jit")
+    assert "this PyTorch is for ROCm" in child.err
+    assert "force-reinstall" not in child.err
+
+
 def test_a_value_of_calcops_cuda_other_than_0_or_1_is_refused(built):
     child = built.run("import calcops_jit", CALCOPS_CUDA="yes")
     assert "expected CALCOPS_CUDA 0 or 1, got 'yes'" in child.err.splitlines()[-1]

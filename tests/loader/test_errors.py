@@ -144,6 +144,77 @@ def test_the_error_of_a_missing_include_of_pytorch_names_the_header(checkout, co
         assert header in fix or (source is TWICE and "ATen" in fix), message
 
 
+# {fault: (header, source, words of the message, words of the fix)}
+LED_TO = {
+    "a template of the standard library": (
+        "",
+        "#include <algorithm>\n#include <vector>\nstruct Plain {};\n"
+        "void sort(std::vector<Plain>& x) {\n  std::sort(x.begin(), x.end());\n}\n",
+        ["error at {dir}/mine.cpp:5", "/include/c++/"],
+        "correct {dir}/mine.cpp:5",
+    ),
+    "a template of one's own": (
+        "template <class T> T twice(T x) {\n  return x.twice();\n}\n",
+        '#include "mine.h"\nint f() {\n  return twice(3);\n}\n',
+        ["error at {dir}/mine.h:2", "{dir}/mine.cpp:3"],
+        "correct {dir}/mine.h:2{any} or {dir}/mine.cpp:3",
+    ),
+    "a header of a package": (
+        "int h() {\n  return nothing;\n}\n",
+        '// a comment\n#include "site-packages/mine.h"\n',
+        ["error at {dir}/mine.cpp:2", "{dir}/site-packages/mine.h:2"],
+        "correct {dir}/mine.cpp:2",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", LED_TO)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_error_in_a_header_names_the_line_of_the_user_that_led_to_it(checkout, compiler, fault):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    header, source, words, fix = LED_TO[fault]
+    checkout.put("mine.h", header)
+    checkout.put("site-packages/mine.h", header)
+    message = build_error(checkout, source, CXX=compiler)
+    for word in words:
+        assert word.format(dir=checkout.project.resolve()) in message, message
+    pattern = fix.format(dir=checkout.project.resolve(), any="[:0-9]*")
+    assert re.match(pattern, fix_of(message)), message
+
+
+def test_the_error_in_a_template_of_a_cuda_source_names_the_line_that_led_to_it(checkout):
+    """nvcc names that line in words."""
+    output = """/x/mine.h(3): error: expression must have class type but it has type "int"
+    return x.nothing();
+           ^
+          detected during instantiation of "int g(T) [with T=int]" at line 7 of /x/mine.cu
+"""
+    path = checkout.put("output", output)
+    hook = checkout.hook(f'case "$*" in *mine.cpp*) cat {path} >&2; exit 1;; esac')
+    message = build_error(checkout, LOADED, **hook)
+    assert fix_of(message) == "correct /x/mine.h(3) or /x/mine.cu:7"
+
+
+ABORTED = """
+#include <cstdio>
+#include <cstdlib>
+struct Wrong {
+  Wrong() {
+    fputs("what():  the reason\\nException raised from f at mine.cpp:3\\n", stderr);
+    for (int i = 0; i < 20; ++i) fputs("frame of a stack\\n", stderr);
+    abort();
+  }
+} wrong;
+"""
+
+
+def test_the_error_of_an_initialiser_has_pytorchs_words_but_not_its_stack(checkout):
+    message = build_error(checkout, ABORTED)
+    assert "what():  the reason" in message
+    assert "frame of a stack" not in message
+
+
 # ---- faults of the machine -----------------------------------------------------------------------
 
 # {fault: (what the compiler prints, words of the message, words of the fix)}
@@ -159,6 +230,58 @@ OUTPUTS = {
         "the disk is full",
         "CALCOPS_CACHE=",
     ),
+    "no more processes": (
+        "c++: fatal error: cannot execute ‘cc1plus’: vfork: Resource temporarily unavailable",
+        "may start no more processes",
+        "MAX_JOBS=1",
+    ),
+    "an old standard of C++": (
+        "/torch/ATen/ATen.h:9:2: error: #error C++20 or later compatible compiler is required to "
+        "use ATen.\n    9 | #error C++20 or later compatible compiler is required to use ATen.",
+        "PyTorch needs a newer C++",
+        "take -std=... out",
+    ),
+    "an old standard of C++ for nvcc": (
+        '/torch/intrusive_ptr.h(775): error: namespace "std" has no member "strong_ordering"',
+        "PyTorch needs a newer C++",
+        "take -std=... out",
+    ),
+    "a compiler that nvcc does not know": (
+        "/cuda/include/crt/host_config.h:137:2: error: #error -- unsupported GNU version! gcc "
+        "versions later than 15 are not supported!",
+        "nvcc does not support",
+        "export CC=g++-15",
+    ),
+    "an old GPU": (
+        "nvcc fatal   : Unsupported gpu architecture 'compute_60'",
+        "does not support the GPU",
+        "leave compute_60 out of TORCH_CUDA_ARCH_LIST",
+    ),
+    "a list of architectures with commas": (
+        "Unknown CUDA arch (8.0,9.0) or GPU not supported",
+        "TORCH_CUDA_ARCH_LIST",
+        "TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'",
+    ),
+    "an old libstdc++": (
+        "/lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by /x/mine.so)",
+        "an older library",
+        "LD_PRELOAD=$(c++ -print-file-name=libstdc++.so.6)",
+    ),
+    "no memory for thread-local variables": (
+        "/x/libgomp.so.1: cannot allocate memory in static TLS block",
+        "loaded earlier",
+        "GLIBC_TUNABLES=",
+    ),
+    "words of a fault in a source": (
+        "/x/mine.cpp:3:5: error: expected ‘;’\n    3 |  f() // out of memory\n      |     ^",
+        "error at /x/mine.cpp:3:5",
+        "correct /x/mine.cpp:3:5",
+    ),
+    "words of a fault in a source that clang prints": (
+        "/x/mine.cpp:3:5: error: expected ';'\nf() // No space left on device\n   ^",
+        "error at /x/mine.cpp:3:5",
+        "correct /x/mine.cpp:3:5",
+    ),
     "something else": ("what nobody expected", "what nobody expected", "failed.log"),
 }
 
@@ -167,7 +290,7 @@ OUTPUTS = {
 def test_the_output_of_a_failed_compiler_becomes_cause_and_fix(checkout, fault):
     output, words, fix = OUTPUTS[fault]
     path = checkout.put("output", f"{output}\n")
-    hook = checkout.hook(f'case "$*" in *" -c "*) cat {path} >&2; exit 1;; esac')
+    hook = checkout.hook(f'case "$*" in *mine.cpp*) cat {path} >&2; exit 1;; esac')
     message = build_error(checkout, LOADED, **hook)
     assert words in message
     assert fix in fix_of(message)

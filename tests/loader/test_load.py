@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkout import ANSWER, Checkout
+from checkout import ANSWER, LOAD, Checkout
 
 import calcops_jit
 
@@ -111,6 +111,45 @@ def test_an_unknown_option_and_absent_sources_are_refused(source):
         calcops_jit.load("mine", [])
 
 
+@pytest.mark.parametrize(
+    "argument, flag",
+    [
+        ("extra_cflags", "-MF x.d"),
+        ("extra_cflags", "-E"),
+        ("extra_cflags", "-D_GLIBCXX_USE_CXX11_ABI=0"),
+        ("extra_cuda_cflags", "-rdc=true"),
+        ("extra_ldflags", "-Wl,--exclude-libs,ALL"),
+    ],
+)
+def test_a_flag_that_would_break_the_build_is_refused(source, argument, flag):
+    expected = f"expected `{argument}` without {flag.split()[0]}, because "
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        calcops_jit.load("mine", source, **{argument: flag})
+
+
+@pytest.mark.parametrize(
+    "name, place",
+    [
+        ("a.o", "extra_ldflags"),
+        ("a.a", "extra_ldflags"),
+        ("a.so", "extra_ldflags"),
+        ("a.h", "#inc"),
+    ],
+)
+def test_a_file_that_is_no_source_is_refused_with_the_place_where_it_belongs(source, name, place):
+    other = source.with_name(name)
+    other.touch()
+    with pytest.raises(ValueError, match=f"{re.escape(str(other))} belongs in .*{place}"):
+        calcops_jit.load("mine", [source, other])
+
+
+def test_an_include_path_that_names_a_file_or_has_spaces_around_it_is_refused(source):
+    with pytest.raises(ValueError, match=f"as folders, got the file {source}"):
+        calcops_jit.load("mine", source, extra_include_paths=[source])
+    with pytest.raises(ValueError, match="without spaces around a path, got ' /usr/include'"):
+        calcops_jit.load("mine", source, extra_include_paths=[" /usr/include"])
+
+
 def test_a_variable_with_an_open_quote_is_named_in_the_error(checkout):
     child = checkout.run("import calcops_jit", CALCOPS_CFLAGS="-DA='b")
     assert "CALCOPS_CFLAGS" in child.err.splitlines()[-1]
@@ -132,7 +171,7 @@ def test_sources_of_one_base_name_do_not_overwrite_each_others_object(checkout):
     assert checkout.loaded(sources=sources) == 31
 
 
-@pytest.mark.parametrize("name", ["a b é", "a;b^c"])
+@pytest.mark.parametrize("name", ["a b é", "a;b^c", "(a),'b", "a$b|c:d"])
 def test_a_folder_of_any_name_works(checkout, name):
     checkout.put(f"{name}/value.h", "#define VALUE 1\n")
     source = checkout.put(
@@ -142,6 +181,36 @@ def test_a_folder_of_any_name_works(checkout, name):
     for value in 1, 2:
         checkout.put(f"{name}/value.h", f"#define VALUE {value}\n")
         assert checkout.loaded(**options) == value
+
+
+# Makes PyTorch and the loader lie in folders of other names.
+MOVED_TORCH = """
+import os, torch
+from torch.utils import cpp_extension
+folder = {folder!r}
+os.mkdir(folder)
+for name in ("include", "lib"):
+    os.symlink(os.path.join(os.path.dirname(torch.__file__), name), os.path.join(folder, name))
+torch.__file__ = f"{{folder}}/__init__.py"
+cpp_extension._TORCH_PATH = folder
+cpp_extension.TORCH_LIB_PATH = f"{{folder}}/lib"
+"""
+
+
+def test_pytorch_the_loader_and_the_cache_may_lie_in_folders_of_any_name(tmp_path):
+    checkout = Checkout(tmp_path)
+    folder = tmp_path / "My Projects (a), 'b"
+    folder.mkdir()
+    checkout.path = checkout.path.rename(folder / "checkout")
+    checkout.cache = folder / "cache"
+    source = checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    script = MOVED_TORCH.format(folder=str(folder / "torch"))
+    script += LOAD.format(options={"sources": [str(source)]})
+    child = checkout.run(script, CALCOPS_BUILD="0")
+    assert child.code == 0, child.err
+    assert child.out == "1\n"
+    (library,) = checkout.libraries("mine")
+    assert f"{folder}/torch/lib".encode() in library.read_bytes()  # its rpath
 
 
 def test_ninja_beside_python_is_found_without_path(checkout):
@@ -190,6 +259,13 @@ def test_a_header_is_an_input_despite_a_variable_for_dependency_files(checkout):
         checkout.put("include/value.h", f"#define VALUE {value}\n")
         options = {"extra_cflags": ["-isystem", f"{checkout.project}/include"]}
         assert checkout.loaded(**options, DEPENDENCIES_OUTPUT=variable) == value
+
+
+def test_a_header_is_an_input_despite_rules_for_phony_targets(checkout):
+    checkout.put("mine.cpp", '#include "value.h"\n' + ANSWER.format("return VALUE;"))
+    for value in 5, 6:
+        checkout.put("value.h", f"#define VALUE {value}\n")
+        assert checkout.loaded(extra_cflags=["-MP"]) == value
 
 
 def test_verbose_prints_the_commands(checkout):
