@@ -82,7 +82,10 @@ class Library:
     def __getattr__(self, name: str):
         if name.startswith("_"):  # copy looks for methods of such names
             raise AttributeError(name)
-        raise missing(f"no operator `{name}` in {self._generation.path}", self._operators)
+        what = f"no operator `{name}` in {self._generation.path}"
+        if self._registrations[self._generation.digest].is_python_module():
+            what += ", which is a module for Python"
+        raise missing(what, self._operators)
 
     def __repr__(self) -> str:
         operators = ", ".join(self._operators) or "no operators"
@@ -360,7 +363,9 @@ def missing(what: str, names: Iterable[str]) -> AttributeError:
     """Return the error for an operator that does not exist. It lists the operators that do."""
     public = sorted(name for name in names if not name.startswith("_"))
     fix = "call one of these, or register it with TORCH_LIBRARY"
-    return AttributeError(str(report(what, ["there are: " + ", ".join(public)], fix)))
+    if not public:
+        fix = "register it with TORCH_LIBRARY or a contract, not with PYBIND11_MODULE"
+    return AttributeError(str(report(what, [f"there are: {', '.join(public) or 'none'}"], fix)))
 
 
 def _handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket]:

@@ -128,6 +128,10 @@ class Registration:
         _loaded.update(linked)
         torch.ops.loaded_libraries.add(path)
 
+    def is_python_module(self) -> bool:
+        """Return True if Python can import the library, as one with PYBIND11_MODULE."""
+        return hasattr(self._library, f"PyInit_{self.name}")
+
     def check_replaceable(self) -> None:
         """Raise BuildError if a newer build cannot be loaded in this process."""
         self._check_direct({*self._direct})

@@ -87,6 +87,22 @@ except AttributeError as error:
         assert words in text
 
 
+def test_the_error_of_a_python_module_says_that_it_has_no_operators(checkout):
+    checkout.put(
+        "module.cpp", "#include <Python.h>\nPyMODINIT_FUNC PyInit_module() { return 0; }\n"
+    )
+    script = """
+module = load("module", "module.cpp")
+try:
+    module.twice
+except AttributeError as error:
+    print(error)
+"""
+    text = "\n".join(output(checkout, script))
+    for words in "twice", "a module for Python", "there are: none", "TORCH_LIBRARY":
+        assert words in text
+
+
 def test_two_packages_may_share_a_library_name_but_not_an_operator(checkout):
     for folder, name, factor in ("a", "one", 1), ("b", "two", 2), ("c", "one", 3):
         checkout.put(f"{folder}/ops.cpp", CONTRACT.format(name=name, factor=factor))
