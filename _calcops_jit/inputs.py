@@ -153,7 +153,7 @@ def record(request, read: set[str], before: dict[str, str], start_ns: int) -> In
         if missing:
             parent = request.fold(os.path.dirname(missing))
             absent.setdefault(parent, set()).add(os.path.basename(missing))
-        elif name in tested:
+        elif name in tested or os.path.isdir(path):  # compilers skip a folder of this name
             states.setdefault(path, state_of(path))
     return Inputs(
         files={request.fold(path): state for path, state in sorted(states.items())},

@@ -28,6 +28,19 @@ def test_a_header_whose_path_ninja_cannot_read_is_an_input(checkout):
         assert checkout.loaded(extra_include_paths=["a&b#c d"]) == value
 
 
+def test_a_header_in_place_of_a_folder_of_its_name_is_an_input(checkout):
+    checkout.put("mine.cpp", "#include <value.h>\n" + ANSWER.format("return VALUE;"))
+    checkout.put("late/value.h", "#define VALUE 1\n")
+    folder = checkout.project / "early/value.h"
+    folder.mkdir(parents=True)
+    options = {"extra_include_paths": ["early", "late"]}
+    assert [checkout.loaded(**options), checkout.loaded(**options)] == [1, 1]
+    assert checkout.compiled() == 1
+    folder.rmdir()
+    checkout.put("early/value.h", "#define VALUE 2\n")
+    assert checkout.loaded(**options) == 2
+
+
 def test_a_header_behind_a_link_and_two_points_is_an_input(checkout):
     """ninja removes `link/..` from the path, which then names no file."""
     checkout.put("mine.cpp", '#include "link/../value.h"\n' + ANSWER.format("return VALUE;"))
