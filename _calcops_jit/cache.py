@@ -94,7 +94,7 @@ def find(request: Request, reasons: list[str] | None = None) -> Generation | Non
 def generations(slot: str) -> list[str]:
     """Return the folders of a slot's generations, the last used first."""
     paths = map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest"))
-    return sorted(filter(_last_use, paths), key=_last_use, reverse=True)
+    return sorted(paths, key=_last_use, reverse=True)
 
 
 def _last_use(path: str) -> float:

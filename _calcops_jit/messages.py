@@ -67,9 +67,10 @@ _PLACE = r"^(?P<at>\S.*?(?::\d+(?::\d+)?|\(\d+\)))\s*:"
 _COMPILER_ERROR = rf"{_PLACE} (?:fatal )?error\s*(?:#[\w-]+)?: .+(?:\n *\d* \| .*){{0,4}}"
 # A line of the source has a number and a bar, or the next line has a caret.
 _QUOTED = r"^ *\d* \| .*|^.*\n(?=[ ~]*\^[ ~^]*$)"
-# What led to an error stands above it. A macro, and templates of clang and nvcc stand below it.
+# What led to an error stands above it. Macros, and templates of clang and nvcc, stand below it.
 _ABOVE = r"In file included from | +from |.*: (?:In|At) |.*: +(?:recursively )?required | *\d* \| "
-_INSTANTIATED = rf"{_PLACE} +(?:(?:recursively )?required |note: in (?:inst|expansion of macro))"
+_REQUIRED = rf"{_PLACE} +(?:recursively )?required "
+_NOTED = rf"{_PLACE} note: in (?:instantiation|expansion of macro) "
 _INCLUDED = r"(?:In file included| +) from (?P<at>.+?:\d+)"
 # Headers of compilers, CUDA, PyTorch and this project, which are correct.
 _FOREIGN = (
@@ -150,14 +151,14 @@ def _what_led_to(error: re.Match, output: str) -> list[re.Match]:
             break
         above.insert(0, line)
     below = re.split(r": (?:fatal )?(?:error|warning)\b", output[error.end() :])[0]
-    below = re.sub(r"(?m)^ .* at line (\d+) of (.+)$", r"\2:\1: required here", below)  # nvcc's
+    # nvcc: detected during instantiation of "f" at line 3 of file
+    below = re.sub(r"(?m)^ .* at line (\d+) of (.+)$", r"\2:\1: note: in instantiation here", below)
     if sum(line.startswith("In file") for line in above) > 1:  # clang begins with the source
         above.reverse()
-    lines = [*above, *below.splitlines()]
-    patterns = [_INSTANTIATED]
+    matches = [re.match(_REQUIRED, line) for line in above]
+    matches += [re.match(_NOTED, line) for line in below.splitlines()]
     if re.match(_FOREIGN, error["at"]):
-        patterns.append(_INCLUDED)
-    matches = [re.match(pattern, line) for pattern in patterns for line in lines]
+        matches += [re.match(_INCLUDED, line) for line in above]
     return [match for match in matches if match and not re.match(_FOREIGN, match["at"])]
 
 

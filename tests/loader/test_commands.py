@@ -138,6 +138,16 @@ def test_a_folder_of_another_user_in_the_temporary_folder_is_no_cache(checkout, 
     assert "fix: export CALCOPS_CACHE=" in child.err
 
 
+def test_a_cache_whose_files_have_no_times_is_used(checkout):
+    """Some tools that copy folders set all times to 1970."""
+    assert checkout.answer() == 1
+    for path in checkout.files():
+        os.utime(path, (0, 0))
+    checkout.compiled()
+    assert checkout.answer() == 1
+    assert checkout.compiled() == 0
+
+
 def test_cache_lists_the_libraries(checkout):
     checkout.main("build")
     (library,) = checkout.libraries()

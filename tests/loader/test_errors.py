@@ -159,6 +159,13 @@ LED_TO = {
         ["error at {dir}/mine.h:2", "{dir}/mine.cpp:3"],
         "correct {dir}/mine.h:2{any} or {dir}/mine.cpp:3",
     ),
+    "a plain error before one in a template": (
+        "",
+        "#include <algorithm>\n#include <vector>\nstruct Plain {};\nint f() { return nothing; }\n"
+        "void sort(std::vector<Plain>& x) {\n  std::sort(x.begin(), x.end());\n}\n",
+        ["error at {dir}/mine.cpp:4"],
+        "correct {dir}/mine.cpp:4{any}$",
+    ),
     "a header of a package": (
         "int h() {\n  return nothing;\n}\n",
         '// a comment\n#include "site-packages/mine.h"\n',
