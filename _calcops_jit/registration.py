@@ -109,7 +109,7 @@ class Registration:
         self._asked = request.asked or {}
         self._direct = generation.manifest.get("direct", [])
         path = generation.path
-        if not _is_open(path):
+        if self._direct and not _is_open(path):
             self._check_direct(set(self._direct) & _registered())
         linked = _linked(request, generation.inputs)
         for file, state in linked.items():
