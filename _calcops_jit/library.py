@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import ctypes
 import inspect
 import os
 import sys
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import cache, request
 from .cache import Generation
-from .inputs import digest, state_of
+from .inputs import TORCH, digest, state_of
 from .messages import BuildError, report, say
 from .registration import Registration
 from .request import Request
@@ -127,13 +128,19 @@ def _exchanges() -> Iterator[Callable[[], list[str]]]:
             before += [(library, library._generation.digest) for library in _loaded]
             yield changed
     finally:
+        known = [library for library, _ in before]
+        added = [library for library in _loaded if library not in known]
+        extend_others = any(library._generation.manifest.get("extends") for library in added)
         # Without the lock: it waits for a compilation in another thread, which may call load().
-        if changed():
+        if changed() or extend_others:
             _forget_traces()
 
 
 def _unpickled(asked: dict | None) -> Library:
-    return obtain(request.request_for(**asked) if asked else request.own())
+    try:
+        return obtain(request.request_for(**asked) if asked else request.own())
+    except FileNotFoundError as error:  # multiprocessing.Pool waits for ever after an OSError
+        raise BuildError(f"cannot unpickle a library whose sources are gone: {error}") from None
 
 
 def _load(library: Library, wanted: Request, build: bool) -> bool:
@@ -332,7 +339,30 @@ def _forget_traces() -> None:
     """
     FakeTensorMode.cache_clear()
     if "torch._dynamo" in sys.modules:
+        if threading.current_thread() is threading.main_thread():
+            torch.compiler.reset()
+        else:
+            ctypes.pythonapi.Py_AddPendingCall(_reset_in_main_thread, None)
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _reset_in_main_thread(_) -> int:
+    """Reset the compiler as soon as the main thread is not in a function of PyTorch.
+
+    A reset frees what a compiled function reads while it is called, and would end the process.
+    """
+    frame = sys._getframe()
+    while frame and not frame.f_code.co_filename.startswith(f"{TORCH}/"):
+        frame = frame.f_back
+    if frame:
+        again = threading.Timer(
+            0.01, ctypes.pythonapi.Py_AddPendingCall, (_reset_in_main_thread, None)
+        )
+        again.daemon = True
+        again.start()
+    else:
         torch.compiler.reset()
+    return 0
 
 
 def _tag_of_compile_caches(config) -> str:
@@ -340,7 +370,7 @@ def _tag_of_compile_caches(config) -> str:
 
     These caches know an operator only by its name. The digest is that of all loaded libraries.
     """
-    tag = config.__getattr__("cache_key_tag")
+    tag, _, _ = config.__getattr__("cache_key_tag").partition("calcops_jit:")
     libraries = sorted(library._generation.digest for library in _loaded)
     return f"{tag}calcops_jit:{digest(''.join(libraries).encode())}" if libraries else tag
 

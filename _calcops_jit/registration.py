@@ -15,6 +15,7 @@ import ctypes
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +26,7 @@ from .messages import BuildError, explain, report, say
 from .request import Request, once
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
+_with_fast_math: set[str] = set()  # names of libraries
 # {path: state} of the shared libraries that were loaded because a library is linked with them.
 _loaded: dict[str, str] = {}
 
@@ -49,20 +51,41 @@ def described(request: Request, product: str, inputs: Inputs) -> dict:
     for file in _linked(request, inputs):  # their operators are not those of this library
         with contextlib.suppress(OSError):
             ctypes.CDLL(file)
-    before = _registered()
+    before, states = _registered(), _states()
     registration = Registration(request, Generation(path=product, manifest={}, inputs=inputs))
+    # The library's other registrations are held.
+    replaced = {name for name, state in _states().items() if states.get(name, state) != state}
+    direct = {
+        name for name in _registered() if name not in before or name.partition(" ")[0] in replaced
+    }
     operators = registration._described()
-    names = sorted(_registered() - before)
-    direct = [name for name in names if name.partition(".")[0] not in operators]
-    for name in {name.partition(".")[0] for name in direct}:
-        schemas = torch._C._jit_get_schemas_for_operator(name)
-        operators[name] = "\n".join(map(str, schemas))
-    return {"operators": operators, "direct": direct}
+    for name in {name.partition(".")[0] for name in direct if " " not in name} - operators.keys():
+        if schemas := torch._C._jit_get_schemas_for_operator(name):
+            operators[name] = "\n".join(map(str, schemas))
+    implemented = {re.split("[ .]", name)[0] for name in {*direct, *registration.impls}}
+    extended = implemented - operators.keys()
+    return {"operators": operators, "direct": sorted(direct), "extends": sorted(extended)}
 
 
 def _registered() -> set[str]:
-    """Return the names of all operators in this process."""
-    return set(torch._C._dispatch_get_all_op_names())
+    """Return all "operator" and "operator dispatch_key" that are registered in this process."""
+    names = set(torch._C._dispatch_get_all_op_names())
+    for key in torch._C.DispatchKey.__members__:
+        with contextlib.suppress(RuntimeError):  # some are no names of the dispatcher
+            kernels = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+            names.update(f"{name} {key}" for name in kernels)
+    return names
+
+
+def _states() -> dict[str, str]:
+    """Return {operator: a description of its kernels}. A kernel may have replaced another one."""
+    return {name: torch._C._dispatch_dump(name) for name in torch._C._dispatch_get_all_op_names()}
+
+
+def _linked(request: Request, inputs: Inputs) -> dict[str, str]:
+    """Return {path: state} of the shared libraries with which a library was linked."""
+    states = {request.unfold(path): state for path, state in inputs.files.items()}
+    return {path: states[path] for path in states if re.search(r"\.so[.\d]*$", path)}
 
 
 def _is_open(path: str) -> bool:
@@ -74,12 +97,6 @@ def _is_open(path: str) -> bool:
     return True
 
 
-def _linked(request: Request, inputs: Inputs) -> dict[str, str]:
-    """Return {path: state} of the shared libraries with which a library was linked."""
-    states = {request.unfold(path): state for path, state in inputs.files.items()}
-    return {path: states[path] for path in states if re.search(r"\.so[.\d]*$", path)}
-
-
 @contextlib.contextmanager
 def _kept_denormals(name: str) -> Iterator[None]:
     """Undo what an initialiser of GCC's -ffast-math does to the arithmetic of this process."""
@@ -88,7 +105,9 @@ def _kept_denormals(name: str) -> Iterator[None]:
     yield
     if are_kept and denormal * 1 == 0:
         torch.set_flush_denormal(False)
-        say(f"{name} is linked with -ffast-math or -Ofast; denormal numbers are kept nevertheless")
+        if name not in _with_fast_math:
+            _with_fast_math.add(name)
+            say(f"{name} is linked with -ffast-math, but the process keeps denormal numbers")
 
 
 class Registration:
@@ -108,14 +127,16 @@ class Registration:
         self.place = request.root
         self._asked = request.asked or {}
         self._direct = generation.manifest.get("direct", [])
+        self._extends = generation.manifest.get("extends", [])
         path = generation.path
         if self._direct and not _is_open(path):
             self._check_direct(set(self._direct) & _registered())
         linked = _linked(request, generation.inputs)
         for file, state in linked.items():
-            if _loaded.get(file, state) != state:
-                what = f"cannot load {self.name}: {file} changed"
-                evidence = "this process goes on with the one that it has loaded"
+            is_other = _is_open(os.path.basename(file)) and not _is_open(file)
+            if is_other or _loaded.get(file, state) != state:
+                what = f"cannot load {self.name}: this process has loaded another {file}"
+                evidence = "one of this name was loaded before, perhaps before it was built again"
                 raise report(what, [evidence], "restart Python")
         try:
             with _held(path), _kept_denormals(self.name):
@@ -145,7 +166,7 @@ class Registration:
             return
         what = f"cannot load {self.name}: {min(names)} is registered in this process already"
         evidence = "it registers operators by RegisterOperators or STABLE_TORCH_LIBRARY"
-        fix = "restart Python; libraries with TORCH_LIBRARY or a contract can be exchanged"
+        fix = "restart Python, or load only one library; those with TORCH_LIBRARY can be exchanged"
         raise report(what, [evidence], fix)
 
     @once
@@ -216,7 +237,9 @@ class Registration:
             _retire(impl, earlier)
         for old in earlier:
             old.live = False
-            _forget_dispatch(old.names() | self.names())
+            _forget_dispatch(old.names())
+        if earlier or self._extends:
+            _forget_dispatch(self.names())
         self.live = True
         _taken[:] = [*(other for other in _taken if other is not self), self]
 
@@ -266,7 +289,10 @@ def _forget_dispatch(names: set[str]) -> None:
         packet, _, overload = operator.partition(".")
         with contextlib.suppress(KeyError):  # Python has not called it
             overloads = vars(vars(getattr(torch.ops, namespace))[packet])
-            overloads[overload or "default"]._dispatch_cache.clear()
+            handle = overloads[overload or "default"]
+            handle._dispatch_cache.clear()
+            if inductor := sys.modules.get("torch._inductor.decomposition"):
+                inductor.decompositions.pop(handle, None)  # it has all compositions
 
 
 def _difference(old: str, new: str) -> list[str]:

@@ -165,6 +165,7 @@ thread.join()
 with config.patch(cache_key_tag="user's"):
     tags.append(config.cache_key_tag)
 config.cache_key_tag = "other"
+config.cache_key_tag = config.cache_key_tag  # as who saves and restores it
 tags.append(config.cache_key_tag)
 print(tags == [tag, f"user's{tag}", f"other{tag}"], len(tag) > 30)
 open("mine.cpp", "w").write("int other;")
@@ -173,6 +174,76 @@ print(config.cache_key_tag not in tags)
 """
     child = checkout.run(script, cwd=checkout.project / "tag", CALCOPS_BUILD="0")
     assert child.out.splitlines() == ["", "True True", "True"], child.err
+
+
+def test_watch_resets_the_compiler_in_the_main_thread_between_calls(checkout):
+    put_project(checkout, "watched", 1)
+    script = """
+import os, time, torch, calcops_jit
+mine = calcops_jit.load("mine", "energy.cpp", "-O0")
+compiled = torch.compile(lambda x: mine.energy(x) + 1, backend="aot_eager", dynamic=True)
+
+def gradient(count):
+    x = torch.full((count,), 3.0, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.grad(compiled(x).sum(), x)[0][0].item()
+
+stop = calcops_jit.watch(0.05)
+for version in range(2, 8):
+    open("version.h~", "w").write(f"#define VERSION {version}")
+    os.rename("version.h~", "version.h")
+    end = time.monotonic() + 60
+    count = 2
+    while gradient(count) != 6 * version and time.monotonic() < end:
+        count = 2 + (count + 1) % 5
+    print(gradient(2))
+stop()
+"""
+    child = checkout.run(script, cwd=checkout.project / "watched", CALCOPS_BUILD="0")
+    assert child.out.splitlines() == [f"{6.0 * version}" for version in range(2, 8)], child.err
+
+
+KERNELS_OF_ANOTHER = r"""
+#include <ATen/Operators.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+namespace {
+struct Tenfold : torch::autograd::Function<Tenfold> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) {
+    return at::_ops::mul_Scalar::call(x.detach(), 10);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list upstream) {
+    return {at::_ops::mul_Scalar::call(upstream[0], 10)};
+  }
+};
+at::Tensor tenfold(const at::Tensor& x) { return Tenfold::apply(x); }
+}  // namespace
+TORCH_LIBRARY_IMPL(traced, AutogradCPU, m) { m.impl("switched", tenfold); }
+"""
+
+
+def test_kernels_that_another_library_adds_are_traced(checkout):
+    put_project(checkout, "extended", 1)
+    checkout.put("extended/more.cpp", KERNELS_OF_ANOTHER)
+    script = f"""
+import torch, calcops_jit
+flags = "-O0 -DAT_PER_OPERATOR_HEADERS"
+sources = ["{checkout.project}/shared/registration.cpp", "version.cpp"]
+traced = calcops_jit.load("traced", sources, flags)
+compiled = torch.compile(lambda x: traced.switched(x) + 1, backend="aot_eager")
+x = torch.ones(1, requires_grad=True)
+
+def results(function):
+    (gradient,) = torch.autograd.grad(function(x), x)
+    return function(x).item(), gradient.item()
+
+print(*results(compiled))
+calcops_jit.load("more", "more.cpp", flags)
+print(*results(compiled))
+print(results(lambda x: traced.switched(x) + 1) == results(compiled))
+"""
+    child = checkout.run(script, cwd=checkout.project / "extended", CALCOPS_BUILD="0")
+    assert child.out.splitlines() == ["2.0 1.0", "11.0 10.0", "True"], child.err
 
 
 def test_a_composition_that_became_a_kernel_is_traced_as_a_kernel(checkout):
@@ -191,6 +262,16 @@ for version in (1, 2, 1):
     calcops_jit.reload()
     print(*targets(), traced.switched(torch.ones(1, device="meta")).shape[0])
 """
+    # The child has inductor's table of compositions.
+    script = script.replace("import torch,", "import torch._inductor.decomposition, torch,")
+    script = script.replace(
+        "    print(",
+        """\
+    if version == 2:
+        compiled = torch.compile(traced.switched, fullgraph=True)
+        assert compiled(torch.ones(1)).shape == (2,)
+    print(""",
+    )
     checkout.put("switched/version.cpp", "int version() { return 1; }\n")
     child = checkout.run(script, cwd=checkout.project / "switched", CALCOPS_BUILD="0")
     lines = ["aten.mul.Scalar 1", "traced.switched.default 2", "aten.mul.Scalar 1"]

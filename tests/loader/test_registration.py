@@ -378,6 +378,41 @@ def test_an_operator_of_another_library_without_the_loader_is_an_error_also_if_i
         assert output(checkout, DIRECT_SCRIPT + load) == ["loaded"]
 
 
+# The operator is held by the loader, but its kernel is not.
+STABLE_KERNEL = """
+#include <torch/csrc/stable/library.h>
+#include <torch/library.h>
+int version();
+void kernel(StableIValue* stack, uint64_t, uint64_t) {
+  stack[0] = torch::stable::detail::from(int64_t(version()));
+}
+#ifndef KERNEL_ALONE
+TORCH_LIBRARY(half, m) { m.def("held() -> int"); }
+#endif
+STABLE_TORCH_LIBRARY_IMPL(half, CompositeExplicitAutograd, m) { m.impl("held", &kernel); }
+"""
+
+
+def test_a_kernel_that_is_registered_without_the_loader_needs_a_restart_too(checkout):
+    checkout.put("half.cpp", STABLE_KERNEL)
+    checkout.put("alone.cpp", "#define KERNEL_ALONE\n" + STABLE_KERNEL)
+    script = """
+def write(version):
+    Path("version.cpp").write_text(f"int version() {{ return {version}; }}")
+write(2)
+if sys.argv[1:]:
+    load("alone", "alone.cpp", "version.cpp")
+    sys.exit()
+half = load("half", "half.cpp", "version.cpp")
+write(1)
+print("restart Python" in error_of(calcops_jit.reload), half.held())
+print("restart Python" in error_of(lambda: load("alone", "alone.cpp", "version.cpp")), half.held())
+"""
+    options = {"cwd": checkout.project, "CALCOPS_BUILD": "0"}
+    assert checkout.run(SCRIPT + script, arguments=["-"], **options).code == 0  # fills the cache
+    assert output(checkout, script) == ["True 2", "True 2"]
+
+
 def test_operators_of_a_linked_library_are_not_those_of_the_library(checkout):
     """Otherwise a process that has loaded the linked library could not load the other one."""
     checkout.put("direct.cpp", DIRECT)
@@ -455,6 +490,9 @@ mine, module = pickle.loads(Path("pickle").read_bytes())
 print(mine.twice(one).item(), module.library is mine, module.handle is torch.ops.mine.twice)
 """
     assert output(checkout, script) == ["2.0 True True"]
+    (checkout.project / "mine.cpp").unlink()
+    script = "import pickle\nprint(error_of(lambda: pickle.loads(Path('pickle').read_bytes())))"
+    assert "mine.cpp" in output(checkout, script)[0]
 
 
 # ---- what a library does to its process ----------------------------------------------------------
@@ -465,5 +503,9 @@ def test_a_library_that_is_linked_with_fast_math_keeps_denormal_numbers(checkout
     script = """
 calcops_jit.load("mine", "mine.cpp", extra_ldflags=["-ffast-math"])
 print(5e-324 * float(one) > 0, (torch.tensor(1e-310, dtype=torch.float64) * one).item() > 0)
+Path("mine.cpp").write_text("int other;")
+print(calcops_jit.reload())
 """
-    assert output(checkout, script) == ["True True"]
+    child = checkout.run(SCRIPT + script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out.splitlines() == ["True True", "['mine']"]
+    assert child.err.count("-ffast-math") == 1

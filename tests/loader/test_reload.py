@@ -298,6 +298,26 @@ print(reload_error(), helped.helped(one).item(), sep="\n")
     assert output(reloading, HELPER + again) == ["2.0"]
 
 
+def test_a_linked_shared_library_of_a_name_that_is_loaded_already_is_an_error(reloading):
+    for folder in "one", "two":
+        reloading.put(f"{folder}/helped.cpp", CALLS_HELPER.replace("helped", folder))
+    script = r"""
+def load(name):
+    os.chdir(name)
+    build_helper(len(os.listdir("..")))
+    flags = [f"-L{os.getcwd()}", "-lhelper", f"-Wl,-rpath,{os.getcwd()}"]
+    library = calcops_jit.load(name, "helped.cpp", extra_ldflags=flags)
+    os.chdir("..")
+    return library
+first = load("one")
+try:
+    load("two")
+except calcops_jit.BuildError as error:
+    print("two/libhelper.so" in str(error), "restart Python" in str(error))
+"""
+    assert output(reloading, HELPER + script) == ["True True"]
+
+
 @pytest.mark.parametrize("flag", ["helped.path", "helped"])
 def test_a_library_that_is_linked_with_another_one_follows_it(reloading, flag):
     text = 'extern "C" __attribute__((visibility("default"))) int helper() { return 1; }\n'
