@@ -24,7 +24,16 @@ import torch
 from . import cache
 from .cache import Generation
 from .child import Child, Ended, end_with_compilers
-from .compile import LINKED, compile_and_link, dependencies, files_of, foresee, jobs, linked
+from .compile import (
+    LINKED,
+    compile_and_link,
+    dependencies,
+    files_of,
+    foresee,
+    jobs,
+    linked,
+    targets,
+)
 from .inputs import Changed, Inputs, digest, paths_in_flags, place_of, record, state_of
 from .messages import Progress, explain, report, say
 from .processor import levels
@@ -115,27 +124,24 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
 
 def progress(folder: str) -> str:
     """Return a line of progress of the build in a folder."""
-    targets: list[str] = []
     awaited = ""
-    with contextlib.suppress(OSError):
-        with open(f"{folder}/.unfinished") as file:
-            awaited = file.read()
-        with open(f"{folder}/build.ninja", errors="replace") as file:
-            targets = re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
-    if not targets:  # build.ninja is not written yet
+    with contextlib.suppress(OSError), open(f"{folder}/.unfinished") as file:
+        awaited = file.read()
+    names = targets(folder)
+    if not names:  # build.ninja is not written yet
         return f"[0/?] {awaited}".rstrip()
-    waiting = [target for target in targets if not os.path.exists(f"{folder}/{target}")]
+    waiting = [name for name in names if not os.path.exists(f"{folder}/{name}")]
     name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
-    return f"[{len(targets) - len(waiting)}/{len(targets)}] {name}"
+    return f"[{len(names) - len(waiting)}/{len(names)}] {name}"
 
 
-def last_read(request: Request) -> dict[str, str]:
-    """Return {file: its state} of what the last build has read, which may have failed."""
+def last_read(request: Request) -> set[str]:
+    """Return the files that the last build has read, which may have failed."""
     folder = _folder(request, f"{cache.folder()}/{request.slot}")
     with contextlib.suppress(*cache.UNFIT):
         files = cache.read_record(f"{folder}/.record")["inputs"]["files"]
-        return {request.unfold(path): state for path, state in files.items()}
-    return {}
+        return set(map(request.unfold, files))
+    return set()
 
 
 # ---- in the child --------------------------------------------------------------------------------

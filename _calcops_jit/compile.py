@@ -19,6 +19,7 @@ from types import ModuleType, SimpleNamespace
 from . import cuda
 from .cache import write_whole
 from .inputs import TORCH
+from .messages import report
 from .request import SHADOW, Request, words_of
 
 # The linker's dependency file. No source has a file of this name, as link.cpp has link.d.
@@ -284,20 +285,34 @@ def files_of(folder: str, *endings: str) -> list[str]:
     return [f"{folder}/{name}" for name in os.listdir(folder) if name.endswith(endings)]
 
 
+def targets(folder: str) -> list[str]:
+    """Return the names of the files that ninja makes in a folder of builds."""
+    with contextlib.suppress(OSError), open(f"{folder}/build.ninja", errors="replace") as file:
+        return re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
+    return []
+
+
 def dependencies(folder: str) -> dict[str, list[str]]:
     """Return {object: the files that were read for it} in a folder of builds.
 
-    Compilers write the list also if they fail, and then no object.
+    Compilers write the list also if they fail, and then no object. BuildError: they write none.
     """
     found = {}
-    for stem in {path[:-2] for path in files_of(folder, ".o", ".d")}:
+    objects = [name[:-2] for name in targets(folder) if name.endswith(".o")]
+    for target in objects:
+        path = f"{folder}/{target}"
+        if os.path.exists(f"{path}.o") and not os.path.exists(f"{path}.d"):
+            what = f"cannot determine which files were read for {target}"
+            raise report(what, ["the compiler wrote no list of them"], "remove flags such as -MF")
+    for path in files_of(folder, ".d"):
         # The compiler writes a rule for make: "main.o: /a/main.cpp /a/with\\ space.h".
-        with open(f"{stem}.d", "rb") as file:
+        with open(path, "rb") as file:
             rule = os.fsdecode(file.read()).replace("\\\n", " ")
         # -MP adds more rules below.
         names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2].partition("\n")[0])
         names = [re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$") for name in names]
-        found[f"{os.path.basename(stem)}.o"] = [os.path.join(folder, name) for name in names]
+        target = f"{os.path.basename(path)[:-2]}.o"
+        found[target] = [os.path.join(folder, name) for name in names]
     return found
 
 

@@ -228,6 +228,9 @@ def paths_in_flags(request, with_linker: bool = True) -> set[str]:
     import shlex  # slow to import, and only a build needs it
 
     words = [*request.compiler[1:], *request.cflags, *request.cuda_cflags]
+    if request.cuda.build:
+        names = "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"
+        words += [request.environment.get(name, "") for name in names]
     if with_linker:
         words += request.ldflags
     words = shlex.split(" ".join(words))

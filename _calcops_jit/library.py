@@ -8,6 +8,7 @@ import ctypes
 import inspect
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -243,14 +244,14 @@ def _followed(flag: str) -> str:
 def reload() -> list[str]:
     """Exchange every loaded library whose inputs changed. Return their names.
 
-    A library whose folder is gone stays as it is, such as one of temporary sources.
+    A library of temporary sources that are gone stays as it is.
     If some fail, the others are exchanged, and then the first error is raised. It is a BuildError,
     or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
     """
     with _exchanges() as changed:
         failure = None
         for library in _loaded:
-            if not any(map(os.path.isdir, _folders(library._request))):
+            if _is_gone(library._request):
                 continue
             try:
                 _load(library, request.again(library._request, _followed), build=True)
@@ -261,9 +262,13 @@ def reload() -> list[str]:
         return changed()
 
 
-def _folders(wanted: Request) -> set[str]:
-    """Return the folders of a library's sources, as `load` got them. A link may lead elsewhere."""
-    return set(map(os.path.dirname, wanted.asked["sources"])) if wanted.asked else {wanted.root}
+def _is_gone(wanted: Request) -> bool:
+    """Return True if temporary sources are gone, with their folder or from that of such files."""
+    for path in wanted.asked["sources"] if wanted.asked else (f"{wanted.root}/source",):
+        folder = os.path.dirname(path)  # as `load` got it, because a link may lead elsewhere
+        if os.path.exists(path if folder == tempfile.gettempdir() else folder):
+            return False
+    return True
 
 
 def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
@@ -286,11 +291,11 @@ def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
 def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]]) -> None:
     states: list[tuple] = []
     tried: list[tuple] = []  # the first check reloads, because files may have been saved before it
-    read: dict[str, str] = {}  # {file: its state} that a failed build has read
+    read: dict[str, str] = {}  # {path: its state} of what a failed build has read or looked for
     while not stop.wait(seconds):
         try:
             states = [_state(library) for library in list(_loaded)]
-            now = states, {path: state_of(path) for path in read}
+            now = states, {path: _state_of(path) for path in read}
             if now in tried:
                 continue
             tried, read = [now], {}  # also if the reload fails: the same files would fail again
@@ -315,17 +320,30 @@ def _state(library: Library) -> tuple:
 
 
 def _read_by_last_builds() -> dict[str, str]:
-    """Return {file: its state} of what the last builds of the loaded libraries have read.
+    """Return {path: its state} of what the last builds have read, and of folders with headers.
 
-    The last build may have failed after an edit that includes another header.
+    The last build may have failed after an edit that includes another header, or one that is not
+    there yet.
     """
     from .build import last_read
 
-    read = {}
+    paths: set[str] = set()
     for library in list(_loaded):
         with contextlib.suppress(Exception):  # a source may be missing
-            read |= last_read(request.again(library._request, _followed))
-    return read
+            wanted = request.again(library._request, _followed)
+            files = {*last_read(wanted), *wanted.sources}
+            folders = {wanted.root, *wanted.include_paths, *map(os.path.dirname, files)}
+            inner = {entry.path for folder in folders for entry in os.scandir(folder)}
+            paths |= files | folders | set(filter(os.path.isdir, inner))
+    return {path: _state_of(path) for path in paths}
+
+
+def _state_of(path: str) -> str:
+    """Return a value that changes when a file changes, or when a name appears in a folder."""
+    try:
+        return " ".join(sorted(os.listdir(path)))
+    except OSError:
+        return state_of(path)
 
 
 # ---- torch.compile -------------------------------------------------------------------------------

@@ -58,9 +58,10 @@ RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtim
 CELLS = "calcops-cells-"  # begins the name of the folder of a notebook's cells
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
-    "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH"
-    " GCC_EXEC_PREFIX LD_RUN_PATH LIBRARY_PATH NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS"
-    " SOURCE_DATE_EPOCH"
+    "CC CCC_OVERRIDE_OPTIONS COMPILER_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH CUDNN_HOME"
+    " CUDNN_PATH GCC_EXEC_PREFIX I_MPI_CXX LD_RUN_PATH LIBRARY_PATH MPICH_CXX NIX_CFLAGS_COMPILE"
+    " NIX_LDFLAGS NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS OMPI_CXX OMPI_CXXFLAGS"
+    " OMPI_LDFLAGS SOURCE_DATE_EPOCH"
 ).split()
 # The other options of torch.utils.cpp_extension.load, and the value that each must have.
 _TORCH_OPTIONS = {
@@ -155,7 +156,8 @@ class Request(SimpleNamespace):
         words = self.compiler
         if self.cuda.build:
             programs = [f"{self.cuda.home}/bin/nvcc"]
-            words = [*words, *(words_of("CC") or ["gcc"])]  # nvcc runs it for the host's code
+            # nvcc runs one of these for the host's code.
+            words = [*words, *words_of("NVCC_CCBIN"), *(words_of("CC") or ["gcc"])]
         for word in words:
             folders = [""] if "/" in word else self.environment.get("PATH", "").split(":")
             paths = dict.fromkeys(

@@ -278,6 +278,7 @@ def test_another_flag_causes_a_rebuild(everything, option):
 
 
 VARIABLES = ["CC", "CXX", "C_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH", "NVCC_APPEND_FLAGS"]
+VARIABLES += ["CUDNN_HOME", "NIX_CFLAGS_COMPILE", "OMPI_CXX"]
 
 
 @pytest.mark.parametrize("variable", VARIABLES)

@@ -309,6 +309,18 @@ print(error.splitlines()[0], "Too many open files" in error)
     assert error.endswith(" True")
 
 
+def test_a_copy_of_sources_with_torch_library_is_not_compiled(checkout):
+    """The macro contains the path of its file, as __FILE__, but the library does not."""
+    source = """#include <torch/library.h>
+TORCH_LIBRARY(copied, m) { m.def("f(int x) -> int", [](int64_t x) { return x + 1; }); }
+"""
+    for folder in "one", "two":
+        checkout.put(f"{folder}/copied.cpp", source)
+        checkout.compiled()
+        assert output(checkout, f"print(load('copied', '{folder}/copied.cpp').f(1))") == ["2"]
+    assert checkout.compiled() == 0
+
+
 # ---- registration without the loader -------------------------------------------------------------
 
 # Two ways to register that the loader cannot see before they happen.

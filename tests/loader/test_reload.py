@@ -422,6 +422,31 @@ stop()
     assert child.out == "2\n", child.err
 
 
+@pytest.mark.parametrize("header", ["new.h", "inner/new.h", "../include/new.h"])
+def test_watch_sees_a_header_that_is_created_after_the_build_that_includes_it(reloading, header):
+    reloading.put("inner/other.h", "")
+    reloading.put("include/other.h", "")
+    name = header.removeprefix("../include/")
+    script = SCRIPT.replace('calcops_jit.load("mine", "mine.cpp", extra_cflags=["-O0"])', "None")
+    script += rf"""
+mine = calcops_jit.load("mine", "mine.cpp", "-O0", extra_include_paths="include")
+stop = calcops_jit.watch(0.05)
+source.write_text('#include "{name}"\n' + contract.replace("1 * x(i)", "NEW * x(i)"))
+while not os.path.exists("an error is printed"):
+    time.sleep(0.02)
+Path("{header.removeprefix("../")}").write_text("#define NEW 2")
+end = time.monotonic() + 60
+while call() != 2 and time.monotonic() < end:
+    time.sleep(0.02)
+print(call())
+stop()
+"""
+    child = reloading.start(script, cwd=reloading.project, CALCOPS_BUILD="0")
+    wait_for(lambda: "a header is missing" in child.err)
+    (reloading.project / "an error is printed").touch()
+    assert child.wait().out == "2.0\n", child.err
+
+
 # ---- threads, memory, other hosts ----------------------------------------------------------------
 
 # A call that begins after reload() returned must use that generation or a newer one.

@@ -21,6 +21,27 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     uint32_t line;
   };
 
+  template <size_t N>
+  struct Text {
+    char data[N];
+  };
+
+  // Returns the name of a file without its folder. So the folder is not in the library, and a copy
+  // of the sources in another folder needs no build of its own.
+  template <size_t N>
+  constexpr Text<N> base_name(const char (&path)[N]) {
+    Text<N> name{};
+    size_t length = 0;
+    for (size_t i = 0; i < N; ++i) {
+      if (path[i] == '/') {
+        while (length > 0) name.data[--length] = 0;
+      } else {
+        name.data[length++] = path[i];
+      }
+    }
+    return name;
+  }
+
   // Adds a block to the library's registry when the library is loaded.
   struct Initializer {
     explicit Initializer(const Block& block);
@@ -36,9 +57,11 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
   CALCOPS_JIT_BLOCK(C10_CONCATENATE(calcops_jit_block_, C10_UID), FRAGMENT, ns, std::nullopt, m)
 #define TORCH_LIBRARY_IMPL(ns, k, m) \
   CALCOPS_JIT_BLOCK(C10_CONCATENATE(calcops_jit_block_, C10_UID), IMPL, ns, c10::DispatchKey::k, m)
-#define CALCOPS_JIT_BLOCK(name, kind, ns, key, m)                                 \
-  static void name(torch::Library&);                                              \
-  static const ::calcops_jit::Initializer C10_CONCATENATE(name, _initializer)(    \
-      {torch::Library::kind, &name, C10_STRINGIZE(ns), key, __FILE__, __LINE__}); \
+#define CALCOPS_JIT_BLOCK(name, kind, ns, key, m)                                          \
+  static void name(torch::Library&);                                                       \
+  static constexpr auto C10_CONCATENATE(name, _file) = ::calcops_jit::base_name(__FILE__); \
+  static const ::calcops_jit::Initializer C10_CONCATENATE(                                 \
+      name, _initializer)({torch::Library::kind, &name, C10_STRINGIZE(ns), key,            \
+                           C10_CONCATENATE(name, _file).data, __LINE__});                  \
   void name(torch::Library& m)
 #endif
