@@ -143,12 +143,16 @@ print(*reload_error().splitlines()[:2], call())
     assert re.search(r"cannot build mine.*mine\.cpp.* 3.0$", gone)
 
 
-def test_a_library_stays_if_the_folder_of_its_sources_is_gone(checkout):
+def test_a_library_stays_if_its_temporary_sources_are_gone(checkout):
     checkout.put("temporary/first.cpp", "int one() { return 1; }\n")
     checkout.put("mine.cpp", ANSWER.format("return 1;"))
     script = """
-import calcops_jit, shutil
+import calcops_jit, shutil, tempfile
 first = calcops_jit.load("first", "temporary/first.cpp")
+with tempfile.NamedTemporaryFile("w", suffix=".cpp") as file:
+    file.write("int two() { return 2; }")
+    file.flush()
+    second = calcops_jit.load("second", file.name)
 mine = calcops_jit.load("mine", "mine.cpp")
 shutil.rmtree("temporary")
 with open("mine.cpp", "a") as source:
