@@ -49,12 +49,9 @@ def operator(line: str, cell: str) -> None:
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     write_whole(source, cell.encode())
     # Headers beside the notebook are found. (nvcc knows no -iquote.)
-    beside = [f"-I{os.getcwd()}"] if options.cuda else ["-iquote", os.getcwd()]
+    beside = shlex.quote(f"-I{os.getcwd()}" if options.cuda else f"-iquote{os.getcwd()}")
     settings = {
-        "extra_cuda_cflags" if options.cuda else "extra_cflags": [
-            *beside,
-            *shlex.split(options.cflags),
-        ],
+        "extra_cuda_cflags" if options.cuda else "extra_cflags": f"{beside} {options.cflags}",
         "extra_ldflags": options.ldflags,
         "verbose": options.verbose,
     }

@@ -73,19 +73,23 @@ _TORCH_OPTIONS = {
 }
 # A flag that names a relative folder. ("=" is --sysroot's folder.)
 _RELATIVE = r"(?:^|\s)-(?:I|L|isystem|iquote|idirafter)\s*(?![\s/=$'\"\\-])\S+"
+_OTHER_ABI = {
+    f"-D ?_GLIBCXX_USE_CXX11_ABI={1 - torch.compiled_with_cxx11_abi()}": (
+        "PyTorch was compiled with the other value"
+    )
+}
 # {argument: {a pattern of flags that break a build in silence or late: what is wrong with them}}
 _WRONG_FLAGS = {
     "extra_cflags": {
         r"-M|-MM|-MF.*|-Wp,-M.*": "the loader reads the list of headers from a file of its own",
         r"-E|-S|-o.*|-fsyntax-only": "the loader links the object that the compiler writes",
-        f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch.compiled_with_cxx11_abi()}": (
-            "PyTorch was compiled with the other value"
-        ),
+        **_OTHER_ABI,
     },
     "extra_cuda_cflags": {
-        r"-rdc(?:=true)?|--relocatable-device-code(?:=true)?|-dc|--device-c": (
+        r"(?:-rdc|--relocatable-device-code)[= ]true|-dc|--device-c": (
             "device code is not linked across sources"
-        )
+        ),
+        **_OTHER_ABI,
     },
     "extra_ldflags": {
         r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
@@ -217,7 +221,11 @@ class Request(SimpleNamespace):
 
 def words_of(variable: str) -> list[str]:
     """Return the words of an environment variable, split as a shell would."""
-    text = os.environ.get(variable, "")
+    return _split(f"calcops_jit: expected {variable}", os.environ.get(variable, ""))
+
+
+def _split(expected: str, text: str) -> list[str]:
+    """Return the words of a text, split as a shell would. An error begins with `expected`."""
     if not any(mark in text for mark in "'\"\\"):
         return text.split()
     import shlex  # slow to import, and rarely needed
@@ -225,8 +233,15 @@ def words_of(variable: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as problem:
-        what = f"expected {variable} as a shell's words, got {text!r}: {problem}"
-        raise ValueError(f"calcops_jit: {what}") from None
+        what = f"{expected} as a shell's words, got {text!r}: {problem}"
+        raise ValueError(what) from None
+
+
+def quoted(text: str) -> str:
+    """Return a word quoted for a shell, and then for ninja."""
+    import shlex  # slow to import, and rarely needed
+
+    return shlex.quote(text).replace("$", "$$")
 
 
 def runtime(unit: str) -> Request:
@@ -389,21 +404,23 @@ def _strings(argument: str, value) -> list[str]:
 
 
 def _flags(argument: str, value) -> list[str]:
-    """Return a list of flags from a sequence, or from a string as a shell would split it."""
-    if isinstance(value, str):
-        import shlex  # slow to import, and rarely needed
+    """Return a list of flags, as a shell and ninja will read them.
 
-        flags = shlex.split(value)
-    else:
-        flags = _strings(argument, value)
+    This is a sequence as it is, or the words of a string, quoted.
+    """
+    flags = words = _strings(argument, value)
+    split = _split(f"calcops_jit.load: expected `{argument}`", " ".join(flags))
+    if isinstance(value, str):
+        words = split
+        flags = list(map(quoted, words))
     # Compilers run in a folder of the cache, which a relative path does not mean.
-    if match := re.search(_RELATIVE, " ".join(flags)):
+    if match := re.search(_RELATIVE, " ".join(words)):
         what = f"expected `{argument}` with absolute folders, got '{match[0].strip()}'"
         if argument != "extra_ldflags":
             what += "; `extra_include_paths` may be relative"
         raise ValueError(f"calcops_jit.load: {what}")
     for pattern, reason in _WRONG_FLAGS[argument].items():
-        for flag in flags:
+        for flag in [*words, *map(" ".join, zip(words, words[1:]))]:
             if re.fullmatch(pattern, flag):
                 what = f"expected `{argument}` without {flag}, because {reason}"
                 raise ValueError(f"calcops_jit.load: {what}")

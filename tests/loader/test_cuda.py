@@ -258,6 +258,16 @@ def test_a_changed_input_of_cuda_causes_a_rebuild(built, change):
     (built.bin / "gcc").unlink(missing_ok=True)
 
 
+def test_a_host_compiler_other_than_gcc_does_not_get_a_flag_of_gcc(built):
+    clang = built.tool("my-clang", "echo clang version 14.0.6")
+    built.compiled()
+    for compiler, is_gcc in ((None, True), (clang, False)):
+        assert built.answer(CC=compiler, CALCOPS_CFLAGS=f"-DGCC={is_gcc}") == 1
+        (command,) = [line for line in built.commands() if "tiny.cu" in line]
+        assert "-fvisibility=hidden" in command
+        assert ("-fno-gnu-unique" in command) == is_gcc
+
+
 def test_flags_for_nvcc_are_an_input(built):
     source = built.put("mine.cu", SOURCE.replace('#include "tiny/value.h"', ""))
     script = f"""

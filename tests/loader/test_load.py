@@ -11,6 +11,7 @@ import pytest
 from checkout import ANSWER, LOAD, Checkout
 
 import calcops_jit
+from _calcops_jit import request
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,31 @@ print(ctypes.CDLL(library.path).answer(), os.path.basename(os.fspath(library)), 
     child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
     assert child.out == "234 mine.so {}\n", child.err
     assert checkout.compiled() == 1
+
+
+def test_quotes_in_a_string_of_flags_work_as_in_a_shell(checkout):
+    text = 'static_assert(sizeof(TEXT) == 5, "no $1");\n' + ANSWER.format("return VALUE;")
+    checkout.put("mine.cpp", f'#include "value.h"\n{text}')
+    checkout.put("My Projects/value.h", "#define VALUE 5\n")
+    flags = f"""-I'{checkout.project}/My Projects' -DTEXT='"a $1"'"""
+    assert checkout.loaded(extra_cflags=flags) == 5
+
+
+def test_a_list_of_flags_may_have_the_path_of_another_library_in_a_folder_with_a_space(checkout):
+    other = checkout.put("a folder/libother.so", "")
+    source = checkout.put("other.cpp", "int other() { return 6; }\n")
+    assert os.system(f"c++ -shared -fPIC {source} -o '{other}'") == 0
+    checkout.put("mine.cpp", "int other();\n" + ANSWER.format("return other();"))
+    assert checkout.loaded(extra_ldflags=[str(other)]) == 6
+
+
+@pytest.mark.parametrize("argument", ["extra_cflags", "extra_cuda_cflags", "extra_ldflags"])
+@pytest.mark.parametrize("value", ["-I/it's", ["-I/it's"]])
+def test_flags_with_an_open_quote_are_named_in_the_error(source, argument, value):
+    with pytest.raises(
+        ValueError, match=f"`{argument}` as a shell's words, got .*it's.*No closing"
+    ):
+        calcops_jit.load("mine", source, **{argument: value})
 
 
 @pytest.mark.parametrize(
@@ -117,14 +143,23 @@ def test_an_unknown_option_and_absent_sources_are_refused(source):
         ("extra_cflags", "-MF x.d"),
         ("extra_cflags", "-E"),
         ("extra_cflags", "-D_GLIBCXX_USE_CXX11_ABI=0"),
+        ("extra_cflags", ["-D", "_GLIBCXX_USE_CXX11_ABI=0"]),
+        ("extra_cuda_cflags", "-D_GLIBCXX_USE_CXX11_ABI=0"),
         ("extra_cuda_cflags", "-rdc=true"),
+        ("extra_cuda_cflags", "-rdc true"),
         ("extra_ldflags", "-Wl,--exclude-libs,ALL"),
     ],
 )
 def test_a_flag_that_would_break_the_build_is_refused(source, argument, flag):
-    expected = f"expected `{argument}` without {flag.split()[0]}, because "
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    word = flag.split()[0] if isinstance(flag, str) else flag[0]
+    expected = f"expected `{argument}` without {word}[^,]*, because "
+    with pytest.raises(ValueError, match=expected):
         calcops_jit.load("mine", source, **{argument: flag})
+
+
+@pytest.mark.parametrize("flag", ["-rdc=false", "-rdc false", "--relocatable-device-code false"])
+def test_device_code_that_is_not_relocatable_is_no_wrong_flag(flag):
+    assert request._flags("extra_cuda_cflags", flag) == flag.split()
 
 
 @pytest.mark.parametrize(
