@@ -95,10 +95,19 @@ _WRONG_FLAGS = {
         r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
     },
 }
+_SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
 # {ending of a file that is no source: where it belongs}
 _NO_SOURCES = {
     (".o", ".a", ".so"): "in `extra_ldflags`",
-    (".h", ".hh", ".hpp"): "in an #include of a source, and its folder in `extra_include_paths`",
+    (".s", ".S"): "in `extra_ldflags` as an object, which `gcc -c` makes",
+    (
+        ".h",
+        ".hh",
+        ".hpp",
+        ".hxx",
+        ".cuh",
+        ".inl",
+    ): "in an #include of a source, and its folder in `extra_include_paths`",
 }
 
 
@@ -274,7 +283,7 @@ def own(choice: cuda.Choice | None = None, level: str = "") -> Request:
     march = f"-march={level or 'native'}" if MACHINE == "x86_64" else "-mcpu=native"
     cflags = [*BASE, march, "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
-        reason = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
+        reason = f"{choice.reason}; {choice.fix}"  # without a $; its quotes get lost
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a string literal, quoted for a shell
     suffixes = (".cpp", ".cu") if choice.build else (".cpp",)
     with os.scandir(root) as entries:
@@ -313,14 +322,22 @@ def request_for(
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
         if value and value != _TORCH_OPTIONS[option]:
-            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}")
+            what = f"expected no `{option}`, got {value!r}"
+            if option == "is_python_module":
+                what += "; for a Python module call torch.utils.cpp_extension.load,"
+                what += " because calcops_jit.load makes operators in torch.ops"
+            raise ValueError(f"calcops_jit.load: {what}")
     allowed = r"(?!(?:calcops|runtime)$)[A-Za-z_][\w.-]{,199}"
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
     paths = _source_paths(sources)
+    cuda_sources = [path for path in paths if path.endswith(".cu")]
     if with_cuda is None:
-        with_cuda = any(path.endswith((".cu", ".cuh")) for path in paths)
+        with_cuda = bool(cuda_sources)
+    if cuda_sources and not with_cuda:
+        what = f"expected `with_cuda` None or True, because {cuda_sources[0]} is a source"
+        raise ValueError(f"calcops_jit.load: {what}; got {with_cuda!r}")
     folders = _absolute("extra_include_paths", extra_include_paths)
     for path in filter(os.path.isfile, folders):
         what = f"expected `extra_include_paths` as folders, got the file {path}"
@@ -373,12 +390,18 @@ def _source_paths(sources) -> list[str]:
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
+        if os.path.isdir(path):
+            what = f"expected `sources` as files, got the folder {path}"
+            raise ValueError(f"calcops_jit.load: {what}")
         if not os.path.isfile(path):
             raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
         for endings, place in _NO_SOURCES.items():
             if path.endswith(endings):
                 what = f"expected `sources` of C++ or CUDA; {path} belongs {place}"
                 raise ValueError(f"calcops_jit.load: {what}")
+        if not path.endswith(_SOURCES):
+            what = f"expected `sources` that end with {' '.join(_SOURCES)}, got {path}"
+            raise ValueError(f"calcops_jit.load: {what}")
     return paths
 
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkout import ANSWER, LOAD, Checkout
+from checkout import ANSWER, CONTRACT, LOAD, Checkout
 
 import calcops_jit
 from _calcops_jit import request
@@ -169,6 +169,9 @@ def test_device_code_that_is_not_relocatable_is_no_wrong_flag(flag):
         ("a.a", "extra_ldflags"),
         ("a.so", "extra_ldflags"),
         ("a.h", "#inc"),
+        ("a.hxx", "#inc"),
+        ("a.cuh", "#inc"),
+        ("a.s", "extra_ldflags"),
     ],
 )
 def test_a_file_that_is_no_source_is_refused_with_the_place_where_it_belongs(source, name, place):
@@ -176,6 +179,22 @@ def test_a_file_that_is_no_source_is_refused_with_the_place_where_it_belongs(sou
     other.touch()
     with pytest.raises(ValueError, match=f"{re.escape(str(other))} belongs in .*{place}"):
         calcops_jit.load("mine", [source, other])
+
+
+def test_a_source_of_another_kind_or_a_folder_or_cuda_that_is_off_is_refused(source):
+    for name in "a.txt", "a.cu":
+        source.with_name(name).touch()
+    with pytest.raises(ValueError, match=r"`sources` that end with \.cpp .*, got .*a\.txt"):
+        calcops_jit.load("mine", source.with_name("a.txt"))
+    with pytest.raises(ValueError, match="as files, got the folder "):
+        calcops_jit.load("mine", source.parent)
+    with pytest.raises(ValueError, match="`with_cuda` None or True, because .*a.cu is a source"):
+        calcops_jit.load("mine", source.with_name("a.cu"), with_cuda=False)
+
+
+def test_a_python_module_is_left_to_torch(source):
+    with pytest.raises(ValueError, match=r"call torch\.utils\.cpp_extension\.load, because "):
+        calcops_jit.load("mine", source, is_python_module=True)
 
 
 def test_an_include_path_that_names_a_file_or_has_spaces_around_it_is_refused(source):
@@ -301,6 +320,17 @@ def test_a_header_is_an_input_despite_rules_for_phony_targets(checkout):
     for value in 5, 6:
         checkout.put("value.h", f"#define VALUE {value}\n")
         assert checkout.loaded(extra_cflags=["-MP"]) == value
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_header_of_contracts_compiles_with_strict_warnings(tmp_path, compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    source = tmp_path / "mine.cpp"
+    source.write_text(CONTRACT.format(name="twice", factor=2))
+    flags = "-Werror -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion"
+    command = f"{compiler} -std=c++20 {flags} -fsyntax-only -I{request.HEADERS[1]} {source}"
+    assert os.system(command) == 0
 
 
 def test_verbose_prints_the_commands(checkout):
