@@ -23,6 +23,7 @@ from .request import SHADOW, Request, quoted, words_of
 
 # The linker's dependency file. No source has a file of this name, as link.cpp has link.d.
 LINKED = "library.linked"
+_INSTALL = "install g++, or: conda install -c conda-forge gxx"
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
 ORIGIN = "$ORIGIN/../../../.."
@@ -261,19 +262,21 @@ def version(request: Request, command: list[str] | None = None) -> str:
 def foresee(request: Request) -> Iterator[tuple[str, str, str]]:
     """Yield (cause, a line that shows it, a command that fixes it) of what a build lacks."""
     if request.cuda.fatal:
-        yield "no build for CUDA", request.cuda.reason, request.cuda.fix
+        fix = re.sub("^pip ", f"{sys.executable} -m pip ", request.cuda.fix)
+        yield "no build for CUDA", request.cuda.reason, fix
     path = request.environment.get("PATH", "")
     compiler = request.compiler[0]
     if shutil.which(compiler, path=path) is None:
         evidence = f"`{compiler}` is not on PATH"
-        fix = "install g++, or: conda install -c conda-forge gxx"
+        fix = _INSTALL
         if request.environment.get("CXX") and shutil.which("c++", path=path):
             evidence += " (CXX names it), but c++ is"
             fix = "unset CXX"
         yield "no C++ compiler", evidence, fix
     elif not version(request):
         evidence = f"`{' '.join(request.compiler)} --version` fails"
-        yield "the C++ compiler does not run", evidence, "unset CXX"
+        fix = "unset CXX" if request.environment.get("CXX") else _INSTALL
+        yield "the C++ compiler does not run", evidence, fix
     if not find_ninja(request):
         evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
         yield "no ninja", evidence, f"{sys.executable} -m pip install ninja"

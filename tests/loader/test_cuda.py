@@ -167,7 +167,7 @@ def test_a_toolkit_of_another_major_version_is_not_used(built):
     child = built.run("import calcops_jit")  # CALCOPS_CUDA=1
     assert "cannot build calcops" in child.err
     assert "nvcc is CUDA 11.8, torch is CUDA 13.2" in child.err
-    assert "fix: pip install" in child.err
+    assert "-m pip install" in child.err
     built.toolkit("13.2")
 
 
@@ -175,7 +175,7 @@ def test_a_cpu_build_of_torch_never_builds_cuda(built):
     script = "import torch; torch.version.cuda = None; import calcops_jit"
     child = built.run(script)
     assert "this PyTorch is a CPU build" in child.err
-    assert "fix: pip install" in child.err
+    assert "-m pip install --force-reinstall torch" in child.err
 
 
 def test_a_pytorch_for_rocm_never_builds_cuda_and_is_not_to_be_replaced(built):
