@@ -161,7 +161,7 @@ def _sources(request: Request, folder: str) -> list[str]:
     taken = set()
     for i, source in enumerate(request.sources):
         stem, suffix = os.path.splitext(os.path.basename(source))
-        is_cuda = request.cuda.build and suffix in (".cu", ".cuh")
+        is_cuda = request.cuda.build and suffix == ".cu"
         ending = ".cuda.o" if is_cuda else ".o"
         if f"{stem}{ending}" in taken or set("$:|").intersection(source):
             text = os.fsencode(f'#include "{source}"\n')

@@ -71,6 +71,12 @@ def test_quotes_in_a_string_of_flags_work_as_in_a_shell(checkout):
     assert checkout.loaded(extra_cflags=flags) == 5
 
 
+def test_a_string_of_flags_stays_the_same_when_a_library_is_loaded_again(source):
+    flags = """-I'/My $X' -DTEXT='"a"' -O2"""
+    wanted = request.request_for("mine", source, flags, flags, "-L'/My $X' -lmine")
+    assert request.request_for(**wanted.asked).facts == wanted.facts
+
+
 def test_a_list_of_flags_may_have_the_path_of_another_library_in_a_folder_with_a_space(checkout):
     other = checkout.put("a folder/libother.so", "")
     source = checkout.put("other.cpp", "int other() { return 6; }\n")
