@@ -41,7 +41,6 @@ from .registration import described
 from .request import SHADOW, Request, own, runtime
 
 _KEPT = 4  # folders of builds in a slot
-_REGISTERED_TWICE = re.compile(r"same name and overload name|Only a single TORCH_LIBRARY")
 
 
 def built(request: Request, reasons: list[str]) -> Generation:
@@ -116,10 +115,8 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
                 lines = file.read().partition("\nException raised from")[0].splitlines()[-8:]
             what = f"cannot load {request.name}: a static initialiser {end}"
             fix = "do what may fail in a function that is called later"
-            if _REGISTERED_TWICE.search("\n".join(lines)):
-                what = f"cannot load {request.name}: it registers what is registered already"
-                fix = "restart Python, or load only one of the two libraries"
-            raise report(what, lines, fix) from None
+            unknown = report(what, lines, fix)
+            raise explain(f"cannot load {request.name}", "\n".join(lines), "", unknown) from None
 
 
 def progress(folder: str) -> str:

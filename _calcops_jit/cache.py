@@ -54,7 +54,7 @@ def folder() -> str:
         base = "~/.cache"
     path = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
     path = os.path.expanduser(path)
-    if path.startswith("~"):
+    if f"{path}/".startswith("~/"):  # "~nobody" is the name of a folder, as in a shell
         path = _without_home()
     return os.path.abspath(path)
 

@@ -37,7 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     parsers["export"].add_argument("folder")
     options = parser.parse_args(arguments)
     try:
-        return options.function(options) or 0
+        status = options.function(options) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head -1` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (BuildError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -121,7 +126,7 @@ def _why(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    """check whether a build would succeed here; 1 if it would fail"""
+    """name what is missing for a build here; 1 if something is"""
     wanted = request.own()
     problems = [report(cause, [line], fix) for cause, line, fix in compile.foresee(wanted)]
     try:
@@ -133,7 +138,7 @@ def _doctor(options: argparse.Namespace) -> int:
     print(f"PyTorch  {torch.__version__}, supported: 2.10 to 2.15")
     print(f"machine  {[*levels(), MACHINE][0]}")
     print(f"compiler {next(iter(compile.version(wanted).splitlines()), 'none')}")
-    print("\n".join(map(str, problems)) or "a build would succeed")
+    print("\n".join(map(str, problems)) or "nothing is missing for a build")
     return bool(problems)
 
 

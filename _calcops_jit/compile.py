@@ -20,10 +20,11 @@ from . import cuda
 from .cache import write_whole
 from .inputs import TORCH
 from .messages import report
-from .request import SHADOW, Request, words_of
+from .request import SHADOW, Request, quoted, words_of
 
 # The linker's dependency file. No source has a file of this name, as link.cpp has link.d.
 LINKED = "library.linked"
+_INSTALL = "install g++, or: conda install -c conda-forge gxx"
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
 ORIGIN = "$ORIGIN/../../../.."
@@ -61,7 +62,7 @@ def compile_and_link(request: Request, folder: str, archives: list[str]) -> str:
         name=f"library.{os.urandom(4).hex()}",
         sources=_sources(request, folder),
         extra_cflags=_cflags(request),
-        extra_cuda_cflags=list(request.cuda_cflags),
+        extra_cuda_cflags=_cuda_cflags(request),
         extra_ldflags=_ldflags(request, folder, archives),
         extra_include_paths=[path.replace("$", "$$") for path in request.include_paths],
         build_directory=folder,
@@ -102,7 +103,7 @@ def _corrected(prepare_ldflags: Callable) -> Callable:
 
     def prepare(ldflags: list[str], *options) -> list[str]:
         flags = prepare_ldflags([], *options)
-        return [*ldflags, *(_quoted(flag) for flag in flags if not flag.startswith("-Wl,-rpath"))]
+        return [*ldflags, *(quoted(flag) for flag in flags if not flag.startswith("-Wl,-rpath"))]
 
     return prepare
 
@@ -154,18 +155,19 @@ def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, 
 def _sources(request: Request, folder: str) -> list[str]:
     """Return the sources for torch, which names an object after its source.
 
-    If the name is taken, or ninja would read the path otherwise, a file in `folder` includes the
-    source.
+    If the name is taken, or ninja or the linker would read the path otherwise, a file in `folder`
+    includes the source.
     """
     sources = []
     taken = set()
     for i, source in enumerate(request.sources):
         stem, suffix = os.path.splitext(os.path.basename(source))
-        is_cuda = request.cuda.build and suffix in (".cu", ".cuh")
+        is_cuda = request.cuda.build and suffix == ".cu"
         ending = ".cuda.o" if is_cuda else ".o"
-        if f"{stem}{ending}" in taken or set("$:|").intersection(source):
+        is_odd = set("$:|").intersection(source) or re.search(r"^-|\s", stem)
+        if f"{stem}{ending}" in taken or is_odd:
             text = os.fsencode(f'#include "{source}"\n')
-            stem = f"{re.sub('[$:|]', '_', stem)}.{i}"
+            stem = f"{re.sub(r'^-|[$:|\s]', '_', stem)}.{i}"
             while f"{stem}{ending}" in taken:
                 stem = f"{stem}.{i}"
             source = f"{folder}/{stem}{suffix}"
@@ -185,25 +187,41 @@ def _write_if_other(path: str, text: bytes) -> None:
 
 def _cflags(request: Request) -> list[str]:
     """Return the flags for C++, of which four are only for GCC."""
-    if "Free Software Foundation" not in version(request):
+    if not _is_gcc(version(request)):
         return [flag for flag in request.cflags if flag != "-fno-gnu-unique"]
     # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
     # GCC names a header of -isystem by its real path if that is shorter. But a link may change.
     for_gcc = ["--param=ggc-min-heapsize=1048576", "-fno-canonical-system-headers"]
-    for_gcc.append(f"-include {_quoted(SHADOW)}/no_precompiled.h")
+    for_gcc.append(f"-include {quoted(SHADOW)}/no_precompiled.h")
     return [*for_gcc, *request.cflags]
+
+
+def _cuda_cflags(request: Request) -> list[str]:
+    """Return the flags for nvcc. A host compiler other than GCC does not know -fno-gnu-unique."""
+    flags = " ".join(request.cuda_cflags)
+    words = re.findall(r"(?:-ccbin|--compiler-bindir)[= ](\S+)", flags)
+    words += filter(None, [os.environ.get("CC"), request.environment.get("NVCC_CCBIN"), "gcc"])
+    host = f"{words[0]}/gcc" if os.path.isdir(words[0]) else words[0]
+    if not _is_gcc(version(request, [host])):
+        flags = flags.replace(",-fno-gnu-unique", "")
+    return [flags]
+
+
+def _is_gcc(version: str) -> bool:
+    return "Free Software Foundation" in version
 
 
 def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
     """Return flags for the linker. It takes from the runtime only what the objects need."""
     flags = ["-shared", "-Wl,--as-needed", f"-Wl,--dependency-file={LINKED}"]
-    flags += map(_quoted, archives)
+    flags += map(quoted, archives)
     # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
     # that the runtime defines, too.
-    flags += [f"-L{_quoted(TORCH)}/lib", "-ltorch_cpu"]
-    flags += request.ldflags
+    flags += [f"-L{quoted(TORCH)}/lib", "-ltorch_cpu"]
+    # The path of another Library may contain a space.
+    flags += [quoted(flag) if os.path.isfile(flag) else flag for flag in request.ldflags]
     # -Wl would split a path at a comma.
-    flags += ["-Xlinker", f"--version-script={_quoted(SHADOW)}/hidden.map"]
+    flags += ["-Xlinker", f"--version-script={quoted(SHADOW)}/hidden.map"]
     # lld reads PyTorch's libraries in a tenth of GNU ld's time. With archives it may make another
     # library.
     is_plain = {*request.ldflags} <= {"-fopenmp", "-ltorch_python"}
@@ -220,12 +238,7 @@ def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
     if request.level:  # wherever the wheel is installed
         site = os.path.dirname(TORCH)
         rpaths = [f"{ORIGIN}/{os.path.relpath(path, site)}" for path in rpaths]
-    return [*flags, *(f"-Xlinker -rpath -Xlinker {_quoted(path)}" for path in rpaths)]
-
-
-def _quoted(text: str) -> str:
-    """Return a word quoted for a shell, and then for ninja."""
-    return shlex.quote(text).replace("$", "$$")
+    return [*flags, *(f"-Xlinker -rpath -Xlinker {quoted(path)}" for path in rpaths)]
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -238,12 +251,12 @@ def find_ninja(request: Request) -> str:
     return shutil.which("ninja", path=path) or ""
 
 
-def version(request: Request) -> str:
-    """Return what the C++ compiler prints for --version; "" if it does not run."""
+def version(request: Request, command: list[str] | None = None) -> str:
+    """Return what a command, or the C++ compiler, prints for --version; "" if it does not run."""
     with contextlib.suppress(OSError):
         environment = request.environment | {"LC_ALL": "C.UTF-8"}
         options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
-        arguments = [*request.compiler, "--version"]
+        arguments = [*(command or request.compiler), "--version"]
         return subprocess.run(arguments, capture_output=True, env=environment, **options).stdout
     return ""
 
@@ -251,19 +264,21 @@ def version(request: Request) -> str:
 def foresee(request: Request) -> Iterator[tuple[str, str, str]]:
     """Yield (cause, a line that shows it, a command that fixes it) of what a build lacks."""
     if request.cuda.fatal:
-        yield "no build for CUDA", request.cuda.reason, request.cuda.fix
+        fix = re.sub("^pip ", f"{sys.executable} -m pip ", request.cuda.fix)
+        yield "no build for CUDA", request.cuda.reason, fix
     path = request.environment.get("PATH", "")
     compiler = request.compiler[0]
     if shutil.which(compiler, path=path) is None:
         evidence = f"`{compiler}` is not on PATH"
-        fix = "install g++, or: conda install -c conda-forge gxx"
+        fix = _INSTALL
         if request.environment.get("CXX") and shutil.which("c++", path=path):
             evidence += " (CXX names it), but c++ is"
             fix = "unset CXX"
         yield "no C++ compiler", evidence, fix
     elif not version(request):
         evidence = f"`{' '.join(request.compiler)} --version` fails"
-        yield "the C++ compiler does not run", evidence, "unset CXX"
+        fix = "unset CXX" if request.environment.get("CXX") else _INSTALL
+        yield "the C++ compiler does not run", evidence, fix
     if not find_ninja(request):
         evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
         yield "no ninja", evidence, f"{sys.executable} -m pip install ninja"
@@ -310,18 +325,22 @@ def dependencies(folder: str) -> dict[str, list[str]]:
             rule = os.fsdecode(file.read()).replace("\\\n", " ")
         # -MP adds more rules below.
         names = re.findall(r"(?:\\.|\S)+", rule.partition(":")[2].partition("\n")[0])
-        names = [re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$") for name in names]
         target = f"{os.path.basename(path)[:-2]}.o"
-        found[target] = [os.path.join(folder, name) for name in names]
+        found[target] = [os.path.join(folder, _unescaped(name)) for name in names]
     return found
+
+
+def _unescaped(name: str) -> str:
+    """Return a path of a rule for make."""
+    return re.sub(r"\\([ #\\])", r"\1", name).replace("$$", "$")
 
 
 def linked(folder: str) -> set[str]:
     """Return the files that the linker read."""
-    with contextlib.suppress(OSError), open(f"{folder}/{LINKED}", errors="replace") as file:
+    with contextlib.suppress(OSError), open(f"{folder}/{LINKED}", "rb") as file:
         # Each linker adds an empty rule for each file. In the first rule, mold has all in one line.
-        names = re.findall(r"^(.+):$", file.read(), re.MULTILINE)
-        paths = {os.path.join(folder, name.replace("\\ ", " ")) for name in names}  # of lld
+        names = re.findall(r"^(.+):$", os.fsdecode(file.read()), re.MULTILINE)
+        names += [_unescaped(name) for name in names]  # lld escapes, and GNU ld does not
         # Link-time optimisation links temporary files, which are gone.
-        return set(filter(os.path.exists, paths))
+        return {path for name in names if os.path.exists(path := os.path.join(folder, name))}
     return set()

@@ -66,8 +66,6 @@ def choose(needed: bool = False) -> Choice:
         if version:
             reason = f"nvcc is CUDA {version}, torch is CUDA {torch.version.cuda}"
         fix = f"pip install 'cuda-toolkit[nvcc]=={torch.version.cuda}.*'"
-        if os.path.exists(f"{os.path.dirname(__file__)}/../Makefile"):
-            fix = "make cuda"
         return Choice(reason=reason, fix=fix, fatal=required, gpus=gpus)
     if not arches and gpus in ((), (UNNAMED,)):  # the names of GPUs belong to the key of a build
         arches = DEFAULT_ARCHES

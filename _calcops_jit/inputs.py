@@ -233,7 +233,7 @@ def paths_in_flags(request, with_linker: bool = True) -> set[str]:
         words += [request.environment.get(name, "") for name in names]
     if with_linker:
         words += request.ldflags
-    words = shlex.split(" ".join(words))
+    words = shlex.split(" ".join(words).replace("$$", "$"))  # ninja reads them first
     for word in words.copy():
         if word.startswith("@"):  # a file with more flags
             with contextlib.suppress(OSError, ValueError), open(word[1:]) as file:

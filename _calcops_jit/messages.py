@@ -14,26 +14,43 @@ _REDRAW_S = 0.2
 _LOG_S = 10.0
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
 # first pattern that matches the output counts. {0} is the first group that is not empty.
-_CAUSES = r"""
+# These causes are not searched in what compilers say of a line, as in the text of an assertion.
+_CAUSES_OF_MACHINE = r"""
 Resource temporarily unavailable|Cannot fork
     this user may start no more processes -> export MAX_JOBS=1, or end some, or raise: ulimit -u
 Too many open files
     this process has no descriptor left -> ulimit -n $(ulimit -H -n)
+\S/(?:cc|tmpxft_)\w+\.\w+: (?:No space left on device|Disk quota exceeded)
+    the folder for temporary files is full -> export TMPDIR=<a folder with space>
 No space left on device|Disk quota exceeded
     the disk is full -> export CALCOPS_CACHE=<a folder with space>
+ASan runtime does not come first
+    a sanitizer must be loaded before Python -> export LD_PRELOAD=$(c++ -print-file-name=libasan.so)
+(lib[atu]b?san\.so)\S*: cannot allocate memory in static TLS block
+    a sanitizer must be loaded before Python -> export LD_PRELOAD=$(c++ -print-file-name={0})
 cannot allocate memory in static TLS block
     it must be loaded earlier -> export GLIBC_TUNABLES=glibc.rtld.optional_static_tls=65536
 version [`'](?:GLIBCXX|CXXABI|GCC)_\S+ not found
     an older library than the compiler's was loaded first -> export LD_PRELOAD=$(c++ -print-file-name=libstdc++.so.6)
-Killed signal|Killed$|Cannot allocate memory|out of memory|memory exhausted
+Killed signal|Killed$|(?:terminated with|due to) signal 9|Cannot allocate memory|out of memory|memory exhausted
     the compiler was killed, most likely for lack of memory -> export MAX_JOBS=1
 /c\+\+: Permission denied|failed to map segment
     its folder may not be executed (noexec) -> export CALCOPS_CACHE=<a folder that is not noexec>
-Python\.h: No such file
+"""  # noqa: E501
+_CAUSES = r"""
+bad \$-escape
+    ninja reads each $ in a list of flags -> write $$ for a $, or pass the flags as one string
+undefined (?:reference to [`']|symbol: )__[amtu]b?san_
+    a sanitizer is not linked -> append -fsanitize=... to extra_ldflags, too, for clang with -shared-libsan, and preload its library
+undefined (?:reference to [`']|symbol: )(?:__kmpc_|GOMP_|omp_)
+    OpenMP is not linked -> append -fopenmp to extra_ldflags, too
+same name and overload name multiple times|Only a single TORCH_LIBRARY
+    it registers what is registered already -> restart Python, or load only one of the two libraries
+Python\.h(?:: No such file|' file not found)
     Python's headers are missing -> install python3-dev, or conda's Python
-(?:before .\(. token|specifier|unknown type name '\w+')\n[ |\d]*TORCH_LIBRARY
+(?:before .\(. token|specifier|unknown type name '\w+')\n[ |\d]*TORCH_LIBRARY(?:_FRAGMENT|_IMPL)?\b
     PyTorch's headers are not included -> begin the source with: #include <torch/library.h>
-[‘'](?:at|c10|torch)[’'] (?:does not name a type|has not been declared|was not declared)|identifier '(?:at|c10|torch)'
+(?:[‘'](?:at|c10|torch)[’'] (?:does not name a type|has not been declared|was not declared)|identifier '(?:at|c10|torch)').*\n.*\b(?:at|c10|torch)::
     PyTorch's headers are not included -> begin the source with: #include <torch/types.h>
 [‘']calcops[’'] (?:does not name a type|has not been declared|was not declared)|identifier 'calcops'
     the header of contracts is not included -> begin the source with: #include <calcops/operator.h>
@@ -45,18 +62,20 @@ Unsupported gpu architecture '(\w+)'
     this CUDA does not support the GPU -> leave {0} out of TORCH_CUDA_ARCH_LIST and extra_cuda_cflags, or use an older CUDA
 Unknown CUDA arch \((.*)\)
     TORCH_CUDA_ARCH_LIST is no list of architectures -> export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'
-fatal error: (\S+): No such file
+fatal error: '?(\.\.?/\S+?)(?:: No such file|' file not found)
+    a header is missing -> correct the #include: {0} begins in the folder of the file that includes it
+fatal error: '?(\S+?)(?:: No such file|' file not found)
     a header is missing -> find / -path '*/{0}' 2> /dev/null; the folder before {0} belongs in extra_include_paths
 (?:cannot find|unable to find library) -l([^\s:]+)
     a library to link with is missing -> find / -name 'lib{0}.*' 2> /dev/null; extra_ldflags=['-L...'] takes its folder
 (?:unrecognized command.line option|unknown argument:?|unrecognized option) ['‘]([^'’]+)
-    the compiler does not know one of the flags -> take {0} out of extra_cflags or CALCOPS_CFLAGS
+    the compiler does not know one of the flags -> take {0} out of the flags, CALCOPS_CFLAGS or CXX
 multiple definition of [`'‘]([^'’]+)['’]|duplicate symbol: (.+)
     a function is defined twice -> declare {0} inline or static, or define it in one source
 undefined (?:reference to [`']|symbol: )([^\s'(]+)
     a function is declared but nowhere defined -> c++filt {0}; add its source, or its library in extra_ldflags
 (\S+): cannot open shared object file
-    a library that it needs was not found -> export LD_LIBRARY_PATH=$(dirname $(find / -name '{0}' -print -quit))
+    a library that it needs was not found -> find / -name '{0}' 2> /dev/null; extra_ldflags=['-Wl,-rpath,...'] takes its folder
 ^\[Errno \d+\]
     the cache cannot be written -> export CALCOPS_CACHE=<a folder of your own>
 """  # noqa: E501
@@ -67,6 +86,7 @@ _PLACE = r"^(?P<at>\S.*?(?::\d+(?::\d+)?|\(\d+\)))\s*:"
 _COMPILER_ERROR = rf"{_PLACE} (?:fatal )?error\s*(?:#[\w-]+)?: .+(?:\n *\d* \| .*){{0,4}}"
 # A line of the source has a number and a bar, or the next line has a caret.
 _QUOTED = r"^ *\d* \| .*|^.*\n(?=[ ~]*\^[ ~^]*$)"
+_REMARK = rf"{_PLACE} (?:error|warning|note)\b.*"
 # What led to an error stands above it. Macros, and templates of clang and nvcc, stand below it.
 _ABOVE = r"In file included from | +from |.*: (?:In|At) |.*: +(?:recursively )?required | *\d* \| "
 _REQUIRED = rf"{_PLACE} +(?:recursively )?required "
@@ -106,11 +126,16 @@ def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildErro
     return BuildError("\n".join([what, *lines, *last_lines]))
 
 
-def explain(what: str, output: str, log: str = "") -> BuildError:
-    """Return the BuildError for `what`, which failed with a tool's output."""
-    lines = _CAUSES.strip("\n").splitlines()
+def explain(what: str, output: str, log: str = "", unknown: BuildError | None = None) -> BuildError:
+    """Return the BuildError for `what`, which failed with a tool's output.
+
+    If the cause is unknown, this is `unknown`, or an error with the last lines of the output.
+    """
+    of_machine = _CAUSES_OF_MACHINE.strip("\n").splitlines()
+    lines = of_machine + _CAUSES.strip("\n").splitlines()
     for pattern, explanation in zip(lines[::2], lines[1::2]):
-        if match := _search(pattern, output):
+        skipped = f"{_QUOTED}|{_REMARK}" if pattern in of_machine else _QUOTED
+        if match := _search(pattern, output, skipped):
             line = output[output.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0]
             cause, _, fix = explanation.strip().partition(" -> ")
             groups = filter(None, match.groups())
@@ -119,6 +144,8 @@ def explain(what: str, output: str, log: str = "") -> BuildError:
     if error:
         place = error["at"]
         fix = f"correct {place}"
+        if log and re.match(_FOREIGN, place):
+            fix = f"less {log}"
         evidence = error[0].splitlines()
         for line in _what_led_to(error, output)[:1]:
             evidence.append(re.sub("^ +from", "included from", line.string).strip())
@@ -128,17 +155,19 @@ def explain(what: str, output: str, log: str = "") -> BuildError:
             else:
                 fix += f" or {line['at']}"
         return report(f"{what}: error at {place}", evidence, fix, log)
+    if unknown:
+        return unknown
     # Lines of torch and of ninja, which prints the commands.
-    noise = r"\s*$|ninja:|FAILED: |\[\d|Error building|calcops_jit: |.* -c "
+    noise = r"\s*$|ninja: (?!error)|note: |FAILED: |\[\d|Error building|calcops_jit: |.* -c "
     lines = [line for line in output.splitlines() if not re.match(noise, line)]
     return report(what, lines[-6:], f"less {log}" if log else "python -m calcops_jit clean", log)
 
 
-def _search(pattern: str, output: str) -> re.Match | None:
-    """Return the first match of a cause that does not begin in a quoted line of a source."""
-    quoted = [match.span() for match in re.finditer(_QUOTED, output, re.MULTILINE)]
+def _search(pattern: str, output: str, skipped: str) -> re.Match | None:
+    """Return the first match of a cause that does not begin in a skipped line."""
+    spans = [match.span() for match in re.finditer(skipped, output, re.MULTILINE)]
     for match in re.finditer(pattern, output, re.MULTILINE):
-        if not any(start <= match.start() < end for start, end in quoted):
+        if not any(start <= match.start() < end for start, end in spans):
             return match
     return None
 

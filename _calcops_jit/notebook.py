@@ -49,12 +49,9 @@ def operator(line: str, cell: str) -> None:
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     write_whole(source, cell.encode())
     # Headers beside the notebook are found. (nvcc knows no -iquote.)
-    beside = [f"-I{os.getcwd()}"] if options.cuda else ["-iquote", os.getcwd()]
+    beside = shlex.quote(f"-I{os.getcwd()}" if options.cuda else f"-iquote{os.getcwd()}")
     settings = {
-        "extra_cuda_cflags" if options.cuda else "extra_cflags": [
-            *beside,
-            *shlex.split(options.cflags),
-        ],
+        "extra_cuda_cflags" if options.cuda else "extra_cflags": f"{beside} {options.cflags}",
         "extra_ldflags": options.ldflags,
         "verbose": options.verbose,
     }
@@ -64,8 +61,8 @@ def operator(line: str, cell: str) -> None:
     except BaseException as error:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())
-        if isinstance(error, BuildError):
-            text = str(error).replace(source, "cell")
+        if isinstance(error, (BuildError, ValueError)):
+            text = str(error).replace(source, "cell").partition("; `extra_include_paths`")[0]
             text = text.replace("extra_include_paths", "--cflags=-I...").replace("extra_", "--")
             error = BuildError(text)
         raise error from None

@@ -73,29 +73,42 @@ _TORCH_OPTIONS = {
     "extra_sycl_cflags": None,
 }
 # A flag that names a relative folder. ("=" is --sysroot's folder.)
-_RELATIVE = r"(?:^|\s)-(?:I|L|isystem|iquote|idirafter)\s*(?![\s/=$'\"\\-])\S+"
+_RELATIVE = r"(?:^|\s)-(?:I|L|isystem|iquote|idirafter)\s*(?![\s/=$'\"\\`-])\S+"
+_OTHER_ABI = {
+    f"-D ?_GLIBCXX_USE_CXX11_ABI={1 - torch.compiled_with_cxx11_abi()}": (
+        "PyTorch was compiled with the other value"
+    )
+}
 # {argument: {a pattern of flags that break a build in silence or late: what is wrong with them}}
 _WRONG_FLAGS = {
     "extra_cflags": {
         r"-M|-MM|-MF.*|-Wp,-M.*": "the loader reads the list of headers from a file of its own",
         r"-E|-S|-o.*|-fsyntax-only": "the loader links the object that the compiler writes",
-        f"-D_GLIBCXX_USE_CXX11_ABI={1 - torch.compiled_with_cxx11_abi()}": (
-            "PyTorch was compiled with the other value"
-        ),
+        **_OTHER_ABI,
     },
     "extra_cuda_cflags": {
-        r"-rdc(?:=true)?|--relocatable-device-code(?:=true)?|-dc|--device-c": (
+        r"(?:-rdc|--relocatable-device-code)[= ]true|-dc|--device-c": (
             "device code is not linked across sources"
-        )
+        ),
+        **_OTHER_ABI,
     },
     "extra_ldflags": {
         r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
     },
 }
+_SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
 # {ending of a file that is no source: where it belongs}
 _NO_SOURCES = {
     (".o", ".a", ".so"): "in `extra_ldflags`",
-    (".h", ".hh", ".hpp"): "in an #include of a source, and its folder in `extra_include_paths`",
+    (".s", ".S"): "in `extra_ldflags` as an object, which `gcc -c` makes",
+    (
+        ".h",
+        ".hh",
+        ".hpp",
+        ".hxx",
+        ".cuh",
+        ".inl",
+    ): "in an #include of a source, and its folder in `extra_include_paths`",
 }
 
 
@@ -219,7 +232,11 @@ class Request(SimpleNamespace):
 
 def words_of(variable: str) -> list[str]:
     """Return the words of an environment variable, split as a shell would."""
-    text = os.environ.get(variable, "")
+    return _split(f"calcops_jit: expected {variable}", os.environ.get(variable, ""))
+
+
+def _split(expected: str, text: str) -> list[str]:
+    """Return the words of a text, split as a shell would. An error begins with `expected`."""
     if not any(mark in text for mark in "'\"\\"):
         return text.split()
     import shlex  # slow to import, and rarely needed
@@ -227,8 +244,15 @@ def words_of(variable: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as problem:
-        what = f"expected {variable} as a shell's words, got {text!r}: {problem}"
-        raise ValueError(f"calcops_jit: {what}") from None
+        what = f"{expected} as a shell's words, got {text!r}: {problem}"
+        raise ValueError(what) from None
+
+
+def quoted(text: str) -> str:
+    """Return a word quoted for a shell, and then for ninja."""
+    import shlex  # slow to import, and rarely needed
+
+    return shlex.quote(text).replace("$", "$$")
 
 
 def runtime(unit: str) -> Request:
@@ -261,7 +285,7 @@ def own(choice: cuda.Choice | None = None, level: str = "") -> Request:
     march = f"-march={level or 'native'}" if MACHINE == "x86_64" else "-mcpu=native"
     cflags = [*BASE, march, "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
     if not choice.build:
-        reason = f"{choice.reason}; {choice.fix}"  # neither has a quote or a $
+        reason = f"{choice.reason}; {choice.fix}"  # without a $; its quotes get lost
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a string literal, quoted for a shell
     suffixes = (".cpp", ".cu") if choice.build else (".cpp",)
     with os.scandir(root) as entries:
@@ -300,14 +324,22 @@ def request_for(
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
         if value and value != _TORCH_OPTIONS[option]:
-            raise ValueError(f"calcops_jit.load: expected no `{option}`, got {value!r}")
+            what = f"expected no `{option}`, got {value!r}"
+            if option == "is_python_module":
+                what += "; for a Python module call torch.utils.cpp_extension.load,"
+                what += " because calcops_jit.load makes operators in torch.ops"
+            raise ValueError(f"calcops_jit.load: {what}")
     allowed = r"(?!(?:calcops|runtime)$)[A-Za-z_][\w.-]{,199}"
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
     paths = _source_paths(sources)
+    cuda_sources = [path for path in paths if path.endswith(".cu")]
     if with_cuda is None:
-        with_cuda = any(path.endswith((".cu", ".cuh")) for path in paths)
+        with_cuda = bool(cuda_sources)
+    if cuda_sources and not with_cuda:
+        what = f"expected `with_cuda` None or True, because {cuda_sources[0]} is a source"
+        raise ValueError(f"calcops_jit.load: {what}; got {with_cuda!r}")
     folders = _absolute("extra_include_paths", extra_include_paths)
     for path in filter(os.path.isfile, folders):
         what = f"expected `extra_include_paths` as folders, got the file {path}"
@@ -360,12 +392,18 @@ def _source_paths(sources) -> list[str]:
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
     for path in paths:
+        if os.path.isdir(path):
+            what = f"expected `sources` as files, got the folder {path}"
+            raise ValueError(f"calcops_jit.load: {what}")
         if not os.path.isfile(path):
             raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
         for endings, place in _NO_SOURCES.items():
             if path.endswith(endings):
                 what = f"expected `sources` of C++ or CUDA; {path} belongs {place}"
                 raise ValueError(f"calcops_jit.load: {what}")
+        if not path.endswith(_SOURCES):
+            what = f"expected `sources` that end with {' '.join(_SOURCES)}, got {path}"
+            raise ValueError(f"calcops_jit.load: {what}")
     return paths
 
 
@@ -391,21 +429,23 @@ def _strings(argument: str, value) -> list[str]:
 
 
 def _flags(argument: str, value) -> list[str]:
-    """Return a list of flags from a sequence, or from a string as a shell would split it."""
-    if isinstance(value, str):
-        import shlex  # slow to import, and rarely needed
+    """Return a list of flags, as a shell and ninja will read them.
 
-        flags = shlex.split(value)
-    else:
-        flags = _strings(argument, value)
+    This is a sequence as it is, or the words of a string, quoted.
+    """
+    flags = words = _strings(argument, value)
+    split = _split(f"calcops_jit.load: expected `{argument}`", " ".join(flags))
+    if isinstance(value, str):
+        words = split
+        flags = list(map(quoted, words))
     # Compilers run in a folder of the cache, which a relative path does not mean.
-    if match := re.search(_RELATIVE, " ".join(flags)):
+    if match := re.search(_RELATIVE, " ".join(words)):
         what = f"expected `{argument}` with absolute folders, got '{match[0].strip()}'"
         if argument != "extra_ldflags":
             what += "; `extra_include_paths` may be relative"
         raise ValueError(f"calcops_jit.load: {what}")
     for pattern, reason in _WRONG_FLAGS[argument].items():
-        for flag in flags:
+        for flag in [*words, *map(" ".join, zip(words, words[1:]))]:
             if re.fullmatch(pattern, flag):
                 what = f"expected `{argument}` without {flag}, because {reason}"
                 raise ValueError(f"calcops_jit.load: {what}")

@@ -37,7 +37,7 @@ def test_a_build_that_fails_is_a_message_and_exit_status_1(checkout):
 @pytest.mark.parametrize(
     "variables, cause",
     [
-        ({}, "a build would succeed"),
+        ({}, "nothing is missing for a build"),
         ({"CXX": "g++-that-was-removed"}, "no C++ compiler"),
         ({"CXX": "sh -c false"}, "the C++ compiler does not run"),
         ({"CALCOPS_CACHE": "/dev/null/cache"}, "no cache"),
@@ -48,6 +48,17 @@ def test_doctor_says_what_a_build_lacks(shared_checkout, variables, cause):
     assert child.code == (1 if variables else 0), child.err
     assert cause in child.out
     assert ("  fix: " in child.out) == bool(variables)
+
+
+def test_a_reader_that_ends_early_causes_no_error(shared_checkout):
+    """As of `python -m calcops_jit cache | head -1`."""
+    closed = "import os\nreader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, 1)\n"
+    assert shared_checkout.run(closed + MAIN, arguments=["where"]).err == ""
+
+
+def test_a_home_of_an_unknown_user_is_a_folder_of_this_name_as_in_a_shell(shared_checkout):
+    where = shared_checkout.main("where", CALCOPS_CACHE="~nosuch/x", cwd="/")
+    assert where.out.startswith("cache    /~nosuch/x,")
 
 
 def test_clean_says_how_many_libraries_it_removed(checkout):

@@ -167,7 +167,7 @@ def test_a_toolkit_of_another_major_version_is_not_used(built):
     child = built.run("import calcops_jit")  # CALCOPS_CUDA=1
     assert "cannot build calcops" in child.err
     assert "nvcc is CUDA 11.8, torch is CUDA 13.2" in child.err
-    assert "fix: pip install" in child.err
+    assert "-m pip install" in child.err
     built.toolkit("13.2")
 
 
@@ -175,7 +175,7 @@ def test_a_cpu_build_of_torch_never_builds_cuda(built):
     script = "import torch; torch.version.cuda = None; import calcops_jit"
     child = built.run(script)
     assert "this PyTorch is a CPU build" in child.err
-    assert "fix: pip install" in child.err
+    assert "-m pip install --force-reinstall torch" in child.err
 
 
 def test_a_pytorch_for_rocm_never_builds_cuda_and_is_not_to_be_replaced(built):
@@ -256,6 +256,16 @@ def test_a_changed_input_of_cuda_causes_a_rebuild(built, change):
     built.write("ops/tiny/value.h", "#define VALUE 1\n")
     built.toolkit("13.2")
     (built.bin / "gcc").unlink(missing_ok=True)
+
+
+def test_a_host_compiler_other_than_gcc_does_not_get_a_flag_of_gcc(built):
+    clang = built.tool("my-clang", "echo clang version 14.0.6")
+    built.compiled()
+    for compiler, is_gcc in ((None, True), (clang, False)):
+        assert built.answer(CC=compiler, CALCOPS_CFLAGS=f"-DGCC={is_gcc}") == 1
+        (command,) = [line for line in built.commands() if "tiny.cu" in line]
+        assert "-fvisibility=hidden" in command
+        assert ("-fno-gnu-unique" in command) == is_gcc
 
 
 def test_flags_for_nvcc_are_an_input(built):

@@ -74,6 +74,24 @@ SOURCES = {
         ["nosuch/header.h"],
         "extra_include_paths",
     ),
+    "a missing header of a relative path": (
+        '#include "../nosuch/header.h"\n',
+        {},
+        ["../nosuch/header.h"],
+        "correct the #include: ../nosuch/header.h",
+    ),
+    "a $ in a flag": (
+        LOADED,
+        {"extra_cflags": ["-I$(pwd)"]},
+        ["ninja: error: "],
+        "write $$ for a $",
+    ),
+    "an unknown flag of the linker": (
+        LOADED,
+        {"extra_ldflags": ["-fno-such-flag"]},
+        ["-fno-such-flag"],
+        "take -fno-such-flag out of the flags",
+    ),
     "a function in two sources": (
         "int twice() { return 1; }\n",
         {"sources": ["mine.cpp", "other.cpp"]},
@@ -279,6 +297,89 @@ OUTPUTS = {
         "loaded earlier",
         "GLIBC_TUNABLES=",
     ),
+    "a linker killed for memory": (
+        "collect2: fatal error: ld terminated with signal 9 [Killed]",
+        "memory",
+        "MAX_JOBS=1",
+    ),
+    "a part of nvcc killed for memory": (
+        "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
+        "memory",
+        "MAX_JOBS=1",
+    ),
+    "the temporary folder is full": (
+        "/x/mine.cpp:5:1: fatal error: error writing to /x/ccRLwNsO.s: No space left on device",
+        "temporary files",
+        "export TMPDIR=",
+    ),
+    "a missing header of Python for clang": (
+        "In file included from /x/mine.cpp:1:\n/x/site-packages/torch/include/python_headers.h:12:10:"
+        " fatal error: 'Python.h' file not found\n#include <Python.h>\n         ^~~~~~~~~~",
+        "Python's headers are missing",
+        "python3-dev",
+    ),
+    "a missing header for clang": (
+        "/x/mine.cpp:1:10: fatal error: 'nosuch.h' file not found",
+        "a header is missing",
+        "'*/nosuch.h'",
+    ),
+    "an error in a header of the compiler alone": (
+        "/usr/include/c++/11/bits/std_function.h:435:145: error: parameter packs not expanded",
+        "error at /usr/include",
+        "failed.log",
+    ),
+    "an unknown standard for clang": (
+        "error: invalid value 'c++26' in '-std=c++26'\n" + "note: use 'c++98' for ...\n" * 9,
+        "invalid value 'c++26'",
+        "failed.log",
+    ),
+    "a sanitizer that is loaded late": (
+        "==21103==ASan runtime does not come first in initial library list; you should ...",
+        "before Python",
+        "LD_PRELOAD=$(c++ -print-file-name=libasan.so)",
+    ),
+    "a sanitizer that finds no room": (
+        "/lib/libtsan.so.2: cannot allocate memory in static TLS block",
+        "before Python",
+        "LD_PRELOAD=$(c++ -print-file-name=libtsan.so)",
+    ),
+    "a sanitizer that is not linked": (
+        "undefined symbol: __asan_report_load16",
+        "a sanitizer is not linked",
+        "extra_ldflags",
+    ),
+    "OpenMP that is not linked": (
+        "undefined symbol: __kmpc_fork_call",
+        "OpenMP is not linked",
+        "extra_ldflags",
+    ),
+    "a shared library that is not found": (
+        "libmine3.so: cannot open shared object file: No such file or directory",
+        "was not found",
+        "-Wl,-rpath,",
+    ),
+    "words of a fault in an assertion": (
+        "/x/mine.cpp:2:28: error: static assertion failed: out of memory",
+        "error at /x/mine.cpp:2:28",
+        "correct /x/mine.cpp:2:28",
+    ),
+    "words of a fault in #error": (
+        "/x/mine.cpp:2:2: error: #error No space left on device is what this test prints",
+        "error at /x/mine.cpp:2:2",
+        "correct /x/mine.cpp:2:2",
+    ),
+    "a variable with the name of a namespace of PyTorch": (
+        "/x/mine.cpp:1:26: error: ‘at’ was not declared in this scope\n"
+        "    1 | int g(int* x) { return x[at]; }",
+        "error at /x/mine.cpp:1:26",
+        "correct /x/mine.cpp:1:26",
+    ),
+    "a misspelt macro of PyTorch": (
+        "/x/mine.cpp:3:22: error: expected constructor or type conversion before ‘(’ token\n"
+        "    3 | TORCH_LIBRARY_FRAGMNT(ns, m) { }",
+        "error at /x/mine.cpp:3:22",
+        "correct /x/mine.cpp:3:22",
+    ),
     "words of a fault in a source": (
         "/x/mine.cpp:3:5: error: expected ‘;’\n    3 |  f() // out of memory\n      |     ^",
         "error at /x/mine.cpp:3:5",
@@ -306,6 +407,12 @@ def test_the_output_of_a_failed_compiler_becomes_cause_and_fix(checkout, fault):
 # {fault: (variables, preamble, words of the message, words of the fix)}. No compiler starts.
 FORESEEN = {
     "no compiler": ({"CXX": None, "PATH": "/nowhere"}, "", "C++ compiler", "install"),
+    "a compiler that does not run": (
+        {"CXX": None, "PATH": "{dir}:/usr/bin:/bin"},
+        "",
+        "does not run",
+        "install g++",
+    ),
     "a compiler that is not there": ({"CXX": "no-such-g++"}, "", "no-such-g++", "unset CXX"),
     "no ninja": ({}, NO_NINJA, "no ninja", "pip install ninja"),
     "no nvcc": (
@@ -322,7 +429,9 @@ FORESEEN = {
 def test_a_fault_known_beforehand_is_reported_before_a_compiler_starts(checkout, fault):
     variables, preamble, words, fix = FORESEEN[fault]
     name = "mine.cu" if fault == "no nvcc" else "mine.cpp"
-    message = build_error(checkout, LOADED, preamble, name, **variables)
+    checkout.put("c++", "#!/bin/sh\nexit 1\n").chmod(0o755)
+    values = {key: value and value.format(dir=checkout.project) for key, value in variables.items()}
+    message = build_error(checkout, LOADED, preamble, name, **values)
     assert words in message
     assert fix in fix_of(message)
     assert not checkout.log.exists() or " -c " not in checkout.log.read_text()

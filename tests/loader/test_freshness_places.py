@@ -87,14 +87,14 @@ def test_a_header_that_appears_in_a_folder_of_a_response_file_is_an_input(checko
 
 
 @pytest.mark.parametrize("linker", ["bfd", "gold", "lld", "mold"])
-def test_a_rebuilt_archive_in_a_folder_with_a_space_is_linked_by_any_linker(checkout, linker):
+@pytest.mark.parametrize("name", ["a folder", "C# $ b"])
+def test_a_rebuilt_archive_in_a_folder_of_any_name_is_linked_by_any_linker(checkout, linker, name):
     if not shutil.which(f"ld.{linker}"):
         pytest.skip(f"no ld.{linker}")
     checkout.put("mine.cpp", "int value();\n" + ANSWER.format("return value();"))
-    folder = f"-L'{checkout.project}/a folder'"
+    flags = f"-L'{checkout.project}/{name}' -lvalue -fuse-ld={linker}"
     for value in 1, 2:
-        checkout.archive(value, "a folder/libvalue.a")
-        flags = [folder, "-lvalue", f"-fuse-ld={linker}"]
+        checkout.archive(value, f"{name}/libvalue.a")
         assert checkout.loaded(extra_ldflags=flags) == value
 
 

@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkout import ANSWER, LOAD, Checkout
+from checkout import ANSWER, CONTRACT, LOAD, Checkout
 
 import calcops_jit
+from _calcops_jit import request
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,37 @@ print(ctypes.CDLL(library.path).answer(), os.path.basename(os.fspath(library)), 
     child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
     assert child.out == "234 mine.so {}\n", child.err
     assert checkout.compiled() == 1
+
+
+def test_quotes_in_a_string_of_flags_work_as_in_a_shell(checkout):
+    text = 'static_assert(sizeof(TEXT) == 5, "no $1");\n' + ANSWER.format("return VALUE;")
+    checkout.put("mine.cpp", f'#include "value.h"\n{text}')
+    checkout.put("My Projects/value.h", "#define VALUE 5\n")
+    flags = f"""-I'{checkout.project}/My Projects' -DTEXT='"a $1"'"""
+    assert checkout.loaded(extra_cflags=flags) == 5
+
+
+def test_a_string_of_flags_stays_the_same_when_a_library_is_loaded_again(source):
+    flags = """-I'/My $X' -DTEXT='"a"' -O2"""
+    wanted = request.request_for("mine", source, flags, flags, "-L'/My $X' -lmine")
+    assert request.request_for(**wanted.asked).facts == wanted.facts
+
+
+def test_a_list_of_flags_may_have_the_path_of_another_library_in_a_folder_with_a_space(checkout):
+    other = checkout.put("a folder/libother.so", "")
+    source = checkout.put("other.cpp", "int other() { return 6; }\n")
+    assert os.system(f"c++ -shared -fPIC {source} -o '{other}'") == 0
+    checkout.put("mine.cpp", "int other();\n" + ANSWER.format("return other();"))
+    assert checkout.loaded(extra_ldflags=[str(other)]) == 6
+
+
+@pytest.mark.parametrize("argument", ["extra_cflags", "extra_cuda_cflags", "extra_ldflags"])
+@pytest.mark.parametrize("value", ["-I/it's", ["-I/it's"]])
+def test_flags_with_an_open_quote_are_named_in_the_error(source, argument, value):
+    with pytest.raises(
+        ValueError, match=f"`{argument}` as a shell's words, got .*it's.*No closing"
+    ):
+        calcops_jit.load("mine", source, **{argument: value})
 
 
 @pytest.mark.parametrize(
@@ -117,14 +149,23 @@ def test_an_unknown_option_and_absent_sources_are_refused(source):
         ("extra_cflags", "-MF x.d"),
         ("extra_cflags", "-E"),
         ("extra_cflags", "-D_GLIBCXX_USE_CXX11_ABI=0"),
+        ("extra_cflags", ["-D", "_GLIBCXX_USE_CXX11_ABI=0"]),
+        ("extra_cuda_cflags", "-D_GLIBCXX_USE_CXX11_ABI=0"),
         ("extra_cuda_cflags", "-rdc=true"),
+        ("extra_cuda_cflags", "-rdc true"),
         ("extra_ldflags", "-Wl,--exclude-libs,ALL"),
     ],
 )
 def test_a_flag_that_would_break_the_build_is_refused(source, argument, flag):
-    expected = f"expected `{argument}` without {flag.split()[0]}, because "
-    with pytest.raises(ValueError, match=re.escape(expected)):
+    word = flag.split()[0] if isinstance(flag, str) else flag[0]
+    expected = f"expected `{argument}` without {word}[^,]*, because "
+    with pytest.raises(ValueError, match=expected):
         calcops_jit.load("mine", source, **{argument: flag})
+
+
+@pytest.mark.parametrize("flag", ["-rdc=false", "-rdc false", "--relocatable-device-code false"])
+def test_device_code_that_is_not_relocatable_is_no_wrong_flag(flag):
+    assert request._flags("extra_cuda_cflags", flag) == flag.split()
 
 
 @pytest.mark.parametrize(
@@ -134,6 +175,9 @@ def test_a_flag_that_would_break_the_build_is_refused(source, argument, flag):
         ("a.a", "extra_ldflags"),
         ("a.so", "extra_ldflags"),
         ("a.h", "#inc"),
+        ("a.hxx", "#inc"),
+        ("a.cuh", "#inc"),
+        ("a.s", "extra_ldflags"),
     ],
 )
 def test_a_file_that_is_no_source_is_refused_with_the_place_where_it_belongs(source, name, place):
@@ -141,6 +185,22 @@ def test_a_file_that_is_no_source_is_refused_with_the_place_where_it_belongs(sou
     other.touch()
     with pytest.raises(ValueError, match=f"{re.escape(str(other))} belongs in .*{place}"):
         calcops_jit.load("mine", [source, other])
+
+
+def test_a_source_of_another_kind_or_a_folder_or_cuda_that_is_off_is_refused(source):
+    for name in "a.txt", "a.cu":
+        source.with_name(name).touch()
+    with pytest.raises(ValueError, match=r"`sources` that end with \.cpp .*, got .*a\.txt"):
+        calcops_jit.load("mine", source.with_name("a.txt"))
+    with pytest.raises(ValueError, match="as files, got the folder "):
+        calcops_jit.load("mine", source.parent)
+    with pytest.raises(ValueError, match="`with_cuda` None or True, because .*a.cu is a source"):
+        calcops_jit.load("mine", source.with_name("a.cu"), with_cuda=False)
+
+
+def test_a_python_module_is_left_to_torch(source):
+    with pytest.raises(ValueError, match=r"call torch\.utils\.cpp_extension\.load, because "):
+        calcops_jit.load("mine", source, is_python_module=True)
 
 
 def test_an_include_path_that_names_a_file_or_has_spaces_around_it_is_refused(source):
@@ -266,6 +326,17 @@ def test_a_header_is_an_input_despite_rules_for_phony_targets(checkout):
     for value in 5, 6:
         checkout.put("value.h", f"#define VALUE {value}\n")
         assert checkout.loaded(extra_cflags=["-MP"]) == value
+
+
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_header_of_contracts_compiles_with_strict_warnings(tmp_path, compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    source = tmp_path / "mine.cpp"
+    source.write_text(CONTRACT.format(name="twice", factor=2))
+    flags = "-Werror -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion"
+    command = f"{compiler} -std=c++20 {flags} -fsyntax-only -I{request.HEADERS[1]} {source}"
+    assert os.system(command) == 0
 
 
 def test_verbose_prints_the_commands(checkout):

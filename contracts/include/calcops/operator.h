@@ -27,8 +27,8 @@ enum class Layout : int8_t { kContiguous, kTransposed, kStrided };
 template <class Number, int rank, Layout layout = Layout::kStrided>
 struct Strided {
   Number* data;
-  int64_t shape[rank > 0 ? rank : 1];
-  int64_t stride[rank > 0 ? rank : 1];  // in elements
+  int64_t shape[rank > 0 ? unsigned(rank) : 1];
+  int64_t stride[rank > 0 ? unsigned(rank) : 1];  // in elements
 
   CALCOPS_INLINE explicit operator bool() const { return data != nullptr; }
 
@@ -359,13 +359,14 @@ constexpr const char* Value::library_namespace() { return kNamespace; }
 // has one. The text is followed by arrays of static storage: Compositions, Derivatives and Checks.
 struct Contract {
   struct Text {
-    Text(const char* text, const char* file = __builtin_FILE(), int line = __builtin_LINE())
-        : text(text), file(file), line(line) {}
+    // Other names than those of the members, for -Wshadow.
+    Text(const char* words, const char* path = __builtin_FILE(), int row = __builtin_LINE())
+        : text(words), file(path), line(row) {}
     const char *text, *file;
     int line;
   };
 
-  template <class... Part, int... count>
+  template <class... Part, unsigned long... count>
   explicit Contract(Text text, const Part (&... parts)[count]) {
 #ifdef CALCOPS_NO_CUDA
     const char* without_cuda = CALCOPS_NO_CUDA;
@@ -373,7 +374,7 @@ struct Contract {
     const char* without_cuda = nullptr;
 #endif
     ContractEntry entry{text.text, kNamespace, without_cuda, text.file, text.line};
-    (add(entry, Items<Part>{parts, count}), ...);
+    (add(entry, Items<Part>{parts, int(count)}), ...);
     add_contract(entry);
   }
 
