@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 import shutil
 
 import torch

@@ -167,7 +167,7 @@ def _sources(request: Request, folder: str) -> list[str]:
         is_odd = set("$:|").intersection(source) or re.search(r"^-|\s", stem)
         if f"{stem}{ending}" in taken or is_odd:
             text = os.fsencode(f'#include "{source}"\n')
-            stem = f"{re.sub(r'^-|[$:|\s]', '_', stem)}.{i}"
+            stem = re.sub(r"^-|[$:|\s]", "_", stem) + f".{i}"
             while f"{stem}{ending}" in taken:
                 stem = f"{stem}.{i}"
             source = f"{folder}/{stem}{suffix}"

@@ -7,8 +7,8 @@
 // calcops_jit::holds with an overload that encodes the library's path.
 //
 // A registration remains until the process ends, or until a newer library no longer has it. The
-// newest kernel of an operator is called. TorchBind classes are no steps: libtorch registers a class
-// while its block runs and refuses that of a newer library.
+// newest kernel of an operator is called. TorchBind classes are no steps: libtorch registers a
+// class while its block runs and refuses that of a newer library.
 #include <dlfcn.h>
 #include <torch/library.h>
 
@@ -169,8 +169,8 @@ Library& Library::_def(c10::FunctionSchema&& schema, c10::OperatorName* out_name
            done.emplace_back("", calcops_jit::dispatcher().registerDef(schema, where, tags));
          // PyTorch's error for an operator without a Meta kernel names the Python module.
          if (module && !calcops_jit::dispatcher().getPyStub(op))
-           done.emplace_back("", calcops_jit::dispatcher().registerPythonModule(
-                                     op, module->first, module->second));
+           done.emplace_back("", calcops_jit::dispatcher().registerPythonModule(op, module->first,
+                                                                                module->second));
        }});
   return *this;
 }

@@ -147,7 +147,8 @@ def test_a_copied_cache_follows_an_edit_of_two_sources_with_one_base_name(checko
 
 
 @pytest.mark.parametrize(
-    "name", [".hidden.cpp", "link.cpp", "library.cpp", "new.cpp", "mine.o.cpp"]
+    "name",
+    [".hidden.cpp", "link.cpp", "library.cpp", "new.cpp", "mine.o.cpp", "-dash.cpp", "a b.cpp"],
 )
 def test_a_source_of_any_name_follows_its_header_and_is_not_compiled_without_an_edit(
     checkout, name
