@@ -121,9 +121,12 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
 def progress(folder: str) -> str:
     """Return a line of progress of the build in a folder."""
     awaited = ""
-    with contextlib.suppress(OSError), open(f"{folder}/.unfinished") as file:
-        awaited = file.read()
-    names = targets(folder)
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # another process may remove the folder
+        names = targets(folder)
+        if os.path.isfile(f"{folder}/.unfinished"):  # a FIFO would block
+            with open(f"{folder}/.unfinished") as file:
+                awaited = file.read()
     if not names:  # build.ninja is not written yet
         return f"[0/?] {awaited}".rstrip()
     waiting = [name for name in names if not os.path.exists(f"{folder}/{name}")]

@@ -302,9 +302,10 @@ def files_of(folder: str, *endings: str) -> list[str]:
 
 def targets(folder: str) -> list[str]:
     """Return the names of the files that ninja makes in a folder of builds."""
-    with contextlib.suppress(OSError), open(f"{folder}/build.ninja", errors="replace") as file:
+    if not os.path.isfile(f"{folder}/build.ninja"):  # a FIFO would block
+        return []
+    with open(f"{folder}/build.ninja", errors="replace") as file:
         return re.findall(r"^build (\S+):", file.read(), re.MULTILINE)
-    return []
 
 
 def dependencies(folder: str) -> dict[str, list[str]]:

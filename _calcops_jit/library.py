@@ -333,8 +333,9 @@ def _read_by_last_builds() -> dict[str, str]:
             wanted = request.again(library._request, _followed)
             files = {*last_read(wanted), *wanted.sources}
             folders = {wanted.root, *wanted.include_paths, *map(os.path.dirname, files)}
-            inner = {entry.path for folder in folders for entry in os.scandir(folder)}
-            paths |= files | folders | set(filter(os.path.isdir, inner))
+            paths |= files | folders
+            for folder in filter(os.path.isdir, folders):
+                paths |= {entry.path for entry in os.scandir(folder) if entry.is_dir()}
     return {path: _state_of(path) for path in paths}
 
 
@@ -360,22 +361,28 @@ def _forget_traces() -> None:
         if threading.current_thread() is threading.main_thread():
             torch.compiler.reset()
         else:
-            ctypes.pythonapi.Py_AddPendingCall(_reset_in_main_thread, None)
+            _reset_later()
 
 
-@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-def _reset_in_main_thread(_) -> int:
+def _reset_later() -> None:
+    """Let the main thread reset the compiler, between two of its bytecodes."""
+    ctypes.pythonapi.Py_AddPendingCall(_reset_in_main_thread, os.getpid())
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int)
+def _reset_in_main_thread(pid: int) -> int:
     """Reset the compiler as soon as the main thread is not in a function of PyTorch.
 
-    A reset frees what a compiled function reads while it is called, and would end the process.
+    A reset frees what a compiled function reads while it is called, and would end the process. A
+    forked process may have a lock of its parent, and also its parent's pending calls.
     """
-    frame = sys._getframe()
-    while frame and not frame.f_code.co_filename.startswith(f"{TORCH}/"):
+    if pid != os.getpid():
+        return 0
+    frame = sys._getframe().f_back
+    while frame and not frame.f_code.co_filename.startswith((f"{TORCH}/", f"{request.LOADER}/")):
         frame = frame.f_back
     if frame:
-        again = threading.Timer(
-            0.01, ctypes.pythonapi.Py_AddPendingCall, (_reset_in_main_thread, None)
-        )
+        again = threading.Timer(0.01, _reset_later)
         again.daemon = True
         again.start()
     else:

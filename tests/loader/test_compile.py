@@ -202,6 +202,29 @@ stop()
     assert child.out.splitlines() == [f"{6.0 * version}" for version in range(2, 8)], child.err
 
 
+def test_a_build_during_a_compilation_does_not_wait_for_a_reset_of_the_compiler(checkout):
+    """Its child is forked from a thread, and has the pending reset and a lock of its parent."""
+    put_project(checkout, "pending", 1)
+    checkout.put("pending/other.cpp", "int other;\n")
+    script = """
+import threading, torch._dynamo, calcops_jit
+calcops_jit.load("mine", "energy.cpp", "-O0")
+
+def work():
+    open("version.h", "w").write("#define VERSION 2")
+    print(calcops_jit.reload())
+    calcops_jit.load("other", "other.cpp")
+    print("loaded")
+
+thread = threading.Thread(target=work, daemon=True)
+with torch._dynamo.convert_frame.compile_lock:
+    thread.start()
+    thread.join(60)
+"""
+    child = checkout.run(script, cwd=checkout.project / "pending", CALCOPS_BUILD="0")
+    assert child.out.splitlines() == ["['mine']", "loaded"], child.err
+
+
 KERNELS_OF_ANOTHER = r"""
 #include <ATen/Operators.h>
 #include <torch/csrc/autograd/custom_function.h>

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 
 import pytest
 from checkout import ANSWER, compiler
@@ -270,3 +271,15 @@ def test_an_edit_of_the_runtime_reaches_the_libraries_that_are_linked_with_it(ch
         runtime = f"int of_runtime() {{ return {value}; }}\n"
         checkout.write("contracts/runtime/runtime.cpp", runtime)
         assert checkout.loaded() == value
+
+
+def test_the_progress_of_a_folder_with_pipes_in_place_of_files_waits_for_nothing(tmp_path):
+    from _calcops_jit import build
+
+    for name in "build.ninja", ".unfinished":
+        os.mkfifo(tmp_path / name)
+    lines = []
+    thread = threading.Thread(target=lambda: lines.append(build.progress(tmp_path)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert lines == ["[0/?]"]
