@@ -16,8 +16,9 @@ def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=No
         name: name of the library; also the macro TORCH_EXTENSION_NAME.
         sources: paths of .cpp and .cu files. A .c file is compiled as C++.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
-            split into words as a shell would. at::parallel_for is a plain loop unless -fopenmp is
-            in extra_cflags and in extra_ldflags.
+            split into words as a shell would. A list is passed on as torch does, so a flag in it
+            that contains a space needs quotes of its own. at::parallel_for is a plain loop unless
+            -fopenmp is in extra_cflags and in extra_ldflags.
         extra_cuda_cflags: flags for nvcc, after -O3.
         extra_ldflags: flags for the linker, objects and archives.
         extra_include_paths: folders of headers.
