@@ -24,7 +24,7 @@ from . import cache
 from .cache import Generation
 from .child import Child, Ended, end_with_compilers
 from .compile import (
-    LINKED,
+    LINKER_DEPENDENCIES,
     compile_and_link,
     dependencies,
     files_of,
@@ -95,7 +95,7 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
         return {}
     if request.level and request.level not in levels():  # this processor cannot run it
         other = cache.find(own(choice=request.cuda, level=levels()[0]))
-        return {key: other.manifest[key] for key in ("operators", "direct")}
+        return {key: other.manifest[key] for key in ("operators", "direct", "extends")}
 
     def load() -> dict:
         return described(request, product, inputs)
@@ -243,7 +243,7 @@ def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, I
     for target, files in dependencies(folder).items():
         # Also of an object with the same bytes: its headers may have been read in other places.
         objects[target] = [state_of(f"{folder}/{target}"), files]
-    objects[LINKED] = ["", [f"{SHADOW}/hidden.map", *linked(folder)]]
+    objects[LINKER_DEPENDENCIES] = ["", [f"{SHADOW}/hidden.map", *linked(folder)]]
     read = set().union(*(files for _, files in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
     read = {path for path in read if not path.startswith(f"{folder}/")}

@@ -23,7 +23,7 @@ from .messages import report
 from .request import SHADOW, Request, quoted, words_of
 
 # The linker's dependency file. No source has a file of this name, as link.cpp has link.d.
-LINKED = "library.linked"
+LINKER_DEPENDENCIES = "library.linked"
 _INSTALL = "install g++, or: conda install -c conda-forge gxx"
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
 # From the folder of a wheel's library to the folder with this package and torch.
@@ -213,7 +213,7 @@ def _is_gcc(version: str) -> bool:
 
 def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
     """Return flags for the linker. It takes from the runtime only what the objects need."""
-    flags = ["-shared", "-Wl,--as-needed", f"-Wl,--dependency-file={LINKED}"]
+    flags = ["-shared", "-Wl,--as-needed", f"-Wl,--dependency-file={LINKER_DEPENDENCIES}"]
     flags += map(quoted, archives)
     # lld would otherwise link the runtime into every library, because -ltorch_python needs symbols
     # that the runtime defines, too.
@@ -338,7 +338,7 @@ def _unescaped(name: str) -> str:
 
 def linked(folder: str) -> set[str]:
     """Return the files that the linker read."""
-    with contextlib.suppress(OSError), open(f"{folder}/{LINKED}", "rb") as file:
+    with contextlib.suppress(OSError), open(f"{folder}/{LINKER_DEPENDENCIES}", "rb") as file:
         # Each linker adds an empty rule for each file. In the first rule, mold has all in one line.
         names = re.findall(r"^(.+):$", os.fsdecode(file.read()), re.MULTILINE)
         names += [_unescaped(name) for name in names]  # lld escapes, and GNU ld does not

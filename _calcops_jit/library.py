@@ -170,7 +170,7 @@ def _load_once(library: Library, wanted: Request, build: bool) -> bool:
         from .build import built
 
         for registration in library._registrations.values():
-            registration.check_replaceable()  # the child that loads the new build would end
+            registration.check_direct()  # the child that loads the new build would end
         generation = built(wanted, reasons)
     if generation:
         with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
@@ -264,8 +264,9 @@ def reload() -> list[str]:
 
 def _is_gone(wanted: Request) -> bool:
     """Return True if temporary sources are gone, with their folder or from that of such files."""
-    for path in wanted.asked["sources"] if wanted.asked else (f"{wanted.root}/source",):
-        folder = os.path.dirname(path)  # as `load` got it, because a link may lead elsewhere
+    # As `load` got them, because a link may lead elsewhere.
+    for path in wanted.asked["sources"] if wanted.asked else wanted.sources:
+        folder = os.path.dirname(path)
         if os.path.exists(path if folder == tempfile.gettempdir() else folder):
             return False
     return True
@@ -295,7 +296,7 @@ def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]
     while not stop.wait(seconds):
         try:
             states = [_state(library) for library in list(_loaded)]
-            now = states, {path: _state_of(path) for path in read}
+            now = states, _states({*read})
             if now in tried:
                 continue
             tried, read = [now], {}  # also if the reload fails: the same files would fail again
@@ -313,10 +314,9 @@ def _state(library: Library) -> tuple:
     """Return a value that changes when a file of a library changes, appears or disappears."""
     paths = set().union(*_spellings(library._request))
     folders = {library._request.root, *map(os.path.dirname, paths)}
-    names = [sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)]
     inputs = library._generation.inputs
     files = {*paths, *map(library._request.unfold, inputs.files)}
-    return names, inputs.appeared(library._request), [state_of(path) for path in sorted(files)]
+    return inputs.appeared(library._request), _states(files | folders)
 
 
 def _read_by_last_builds() -> dict[str, str]:
@@ -336,15 +336,15 @@ def _read_by_last_builds() -> dict[str, str]:
             paths |= files | folders
             for folder in filter(os.path.isdir, folders):
                 paths |= {entry.path for entry in os.scandir(folder) if entry.is_dir()}
-    return {path: _state_of(path) for path in paths}
+    return _states(paths)
 
 
-def _state_of(path: str) -> str:
-    """Return a value that changes when a file changes, or when a name appears in a folder."""
-    try:
-        return " ".join(sorted(os.listdir(path)))
-    except OSError:
-        return state_of(path)
+def _states(paths: set[str]) -> dict[str, str]:
+    """Return {path: a value that changes with a file, or with the names in a folder}."""
+    return {
+        path: " ".join(sorted(os.listdir(path))) if os.path.isdir(path) else state_of(path)
+        for path in paths
+    }
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def _tag_of_compile_caches(config) -> str:
 
     These caches know an operator only by its name. The digest is that of all loaded libraries.
     """
-    tag, _, _ = config.__getattr__("cache_key_tag").partition("calcops_jit:")
+    tag = config.__getattr__("cache_key_tag").partition("calcops_jit:")[0]
     libraries = sorted(library._generation.digest for library in _loaded)
     return f"{tag}calcops_jit:{digest(''.join(libraries).encode())}" if libraries else tag
 

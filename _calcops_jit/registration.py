@@ -129,8 +129,8 @@ class Registration:
         self._direct = generation.manifest.get("direct", [])
         self._extends = generation.manifest.get("extends", [])
         path = generation.path
-        if self._direct and not _is_open(path):
-            self._check_direct(set(self._direct) & _registered())
+        if not _is_open(path):
+            self.check_direct()
         linked = _linked(request, generation.inputs)
         for file, state in linked.items():
             is_other = _is_open(os.path.basename(file)) and not _is_open(file)
@@ -153,15 +153,12 @@ class Registration:
         """Return True if Python can import the library, as one with PYBIND11_MODULE."""
         return hasattr(self._library, f"PyInit_{self.name}")
 
-    def check_replaceable(self) -> None:
-        """Raise BuildError if a newer build cannot be loaded in this process."""
-        self._check_direct({*self._direct})
+    def check_direct(self) -> None:
+        """Check what the library registers without the loader.
 
-    def _check_direct(self, names: set[str]) -> None:
-        """Raise BuildError if there are operators that are registered without the loader.
-
-        A second registration would end the process.
+        A second registration would end the process. BuildError: this process has the first one.
         """
+        names = self._direct and _registered().intersection(self._direct)
         if not names:
             return
         what = f"cannot load {self.name}: {min(names)} is registered in this process already"

@@ -276,6 +276,9 @@ def build_helper(value):
     Path("helper.c").write_text(f"int helper() {{ return {value}; }}")
     command = "gcc -shared -fPIC helper.c -o libhelper.so.new && mv libhelper.so.new libhelper.so"
     subprocess.run(command, shell=True, check=True)
+def load_with_helper(name):
+    flags = [f"-L{os.getcwd()}", "-lhelper", f"-Wl,-rpath,{os.getcwd()}"]
+    return calcops_jit.load(name, "helped.cpp", extra_ldflags=flags)
 """
 CALLS_HELPER = (
     'extern "C" int helper();\n'
@@ -288,8 +291,7 @@ def test_a_linked_shared_library_that_was_built_again_needs_a_restart(reloading)
     reloading.put("helped.cpp", CALLS_HELPER)
     script = r"""
 build_helper(1)
-flags = [f"-L{os.getcwd()}", "-lhelper", f"-Wl,-rpath,{os.getcwd()}"]
-helped = calcops_jit.load("helped", "helped.cpp", extra_ldflags=flags)
+helped = load_with_helper("helped")
 print(helped.helped(one).item())
 build_helper(2)
 print(reload_error(), helped.helped(one).item(), sep="\n")
@@ -309,8 +311,7 @@ def test_a_linked_shared_library_of_a_name_that_is_loaded_already_is_an_error(re
 def load(name):
     os.chdir(name)
     build_helper(len(os.listdir("..")))
-    flags = [f"-L{os.getcwd()}", "-lhelper", f"-Wl,-rpath,{os.getcwd()}"]
-    library = calcops_jit.load(name, "helped.cpp", extra_ldflags=flags)
+    library = load_with_helper(name)
     os.chdir("..")
     return library
 first = load("one")
