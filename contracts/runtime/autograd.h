@@ -21,17 +21,25 @@ namespace {
 
 // The derivatives of an operator are the formulas of its source, which are functions of Values.
 
-// Raise an error if a result has an integer dtype, which is rounded. `argument` is differentiated.
+// Raise an error if all results have the integer dtype of an argument: they are rounded. Beside a
+// floating result, integers are indices. `argument` is differentiated.
 void check_rounding(const Operator& op, const Call& call, size_t argument) {
   const auto& lines = op.text().lines;
-  for (const int result : op.result_lines)
+  int rounded = -1;  // the line of an argument
+  for (const int result : op.result_lines) {
+    at::ScalarType type = scalar_type(lines[lines[result].group].types[0]);
     for (const int line : op.tensors) {
       const Tensor& x = tensor_or_none(call.arguments[op.argument[line]]);
       if (lines[line].group != lines[result].group || !x.defined()) continue;
-      TORCH_CHECK(c10::isFloatingType(x.scalar_type()), op.name, ": expected `", lines[line].name,
-                  "` of a floating dtype where `", op.parsed.arguments()[argument].name(),
-                  "` has a derivative, got ", x.scalar_type());
+      type = x.scalar_type();
+      if (!c10::isFloatingType(type)) rounded = line;
     }
+    if (c10::isFloatingType(type)) return;
+  }
+  TORCH_CHECK(rounded < 0, op.name, ": expected `", lines[rounded].name,
+              "` of a floating dtype where `", op.parsed.arguments()[argument].name(),
+              "` has a derivative, got ",
+              call.arguments[op.argument[rounded]].toTensor().scalar_type());
 }
 
 // Raise an error if an argument is differentiated that is constant.

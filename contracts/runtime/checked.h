@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_cpu_dispatch.h>
 #include <dlfcn.h>
 
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -72,6 +73,14 @@ bool wants_checks(const Tensor& x) {
 }
 
 std::string quoted(const std::string& text) { return '"' + text + '"'; }
+
+// Return the digits that distinguish a number from all others, as Python does.
+std::string digits_of(double number) {
+  std::array<char, 32> digits;
+  const auto end = std::to_chars(digits.begin(), digits.end(), number);
+  return {digits.begin(), end.ptr};
+}
+const SymInt& digits_of(const SymInt& number) { return number; }
 
 // One call. The constructor checks it.
 struct Checked {
@@ -148,7 +157,7 @@ struct Checked {
                    const Number& limit) const {
     if (contract::meets(bound.compare, got, limit)) return;
     static constexpr const char* kSigns[] = {"< ", "of at most ", "> ", ">= "};
-    refuse(line.name, kSigns[int(bound.compare)] + bound.text, got);
+    refuse(line.name, kSigns[int(bound.compare)] + bound.text, digits_of(got));
   }
 
   void check_choice(const Line& line, const IValue& value) const {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <memory>
 
 #include "autograd.h"
@@ -48,16 +49,6 @@ void at_contract(const Family& family, const Function& function) {
 // Return an operator's name with its namespace.
 std::string qualified(const std::string& name, const std::string& name_space) {
   return name.find("::") == std::string::npos ? name_space + "::" + name : name;
-}
-
-// Return the operators whose kernels an operator may use. If it has kernels, it is the only one.
-std::vector<const Operator*> owners_of(const Operator& op) {
-  if (!op.kernels.empty()) return {&op};
-  std::vector<const Operator*> owners;
-  for (const Operator& other : op.family->operators)
-    if (!other.kernels.empty() && contract::may_use_kernels_of(op.text(), op, other))
-      owners.push_back(&other);
-  return owners;
 }
 
 // Give each part of a source, such as a Check, to its operator.
@@ -120,8 +111,6 @@ void take_kernels(Family& family) {
     });
     kernels_waiting().erase(waiting);
   }
-  for (Operator& op : family.operators)
-    if (const auto owners = owners_of(op); !owners.empty()) op.owner = owners[0];
 }
 
 void define(torch::Library& m, const Operator& op) {
@@ -148,6 +137,48 @@ void define(torch::Library& m, const Operator& op) {
        op.derivative ? boxed(&differentiate) : torch::autograd::autogradNotImplementedFallback());
 }
 
+// Raise an error if no kernel on a device takes some of the dtypes of the contract.
+void check_dtypes(const Operator& op, bool on_cuda) {
+  std::vector<int> groups;
+  for (const auto& [group, type] : op.kernels[0].types)
+    if (op.text().lines[group].read_as == Type::kNone) groups.push_back(group);
+  std::map<int, Type> given;  // of a group
+  const auto type_of = [&](int group) {
+    return given.count(group) ? scalar_type(given[group]) : at::ScalarType::Undefined;
+  };
+  const std::function<void(size_t)> check_from = [&](size_t g) {
+    if (g == groups.size()) {
+      std::string types;
+      for (const auto& [group, type] : given)
+        types += (types.empty() ? "" : " and ") + contract::name_of(type) + " `" +
+                 op.text().lines[group].name + '`';
+      TORCH_CHECK(kernel_for(op, on_cuda, type_of), "line ", op.schema.number, ": no kernel of ",
+                  op.schema.name, " on ", on_cuda ? "CUDA" : "the CPU", " takes ", types);
+      return;
+    }
+    for (const Type type : op.text().lines[groups[g]].types) {
+      given[groups[g]] = type;
+      check_from(g + 1);
+    }
+  };
+  check_from(0);
+}
+
+// Raise an error if a kernel of an operator is missing.
+void check_kernels(const Operator& op) {
+  const Operator& owner = op.kernel_owner();
+  const bool has_other = &owner != &op;
+  TORCH_CHECK(!has_other || op.kernels.empty(), "line ", op.schema.number, ": ", op.schema.name,
+              " has kernels, and the line `kernels` gives it those of ", owner.schema.name);
+  TORCH_CHECK(!owner.kernels.empty(), "line ", owner.schema.number, ": no kernel of ",
+              owner.schema.name, "; add: const calcops::Kernel cpu(\"", owner.schema.name,
+              "\", function)");
+  for (const bool on_cuda : {false, true})
+    if (std::any_of(op.kernels.begin(), op.kernels.end(),
+                    [&](const BoundKernel& kernel) { return kernel.is_cuda == on_cuda; }))
+      check_dtypes(op, on_cuda);
+}
+
 // Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
 // registered.
 void check_all_kernels() {
@@ -156,10 +187,7 @@ void check_all_kernels() {
   for (const Family& family : families())
     at_contract(family, [&] {
       for (const Operator& op : family.operators)
-        if (const size_t count = owners_of(op).size(); count != 1 && !op.is_composition)
-          TORCH_CHECK(false, "line ", op.schema.number, ": ",
-                      count ? "several operators have kernels for " : "no kernel of ",
-                      op.schema.name);
+        if (!op.is_composition) check_kernels(op);
     });
 }
 

@@ -40,6 +40,8 @@ struct Signature {
   std::vector<int> result_lines{};    // the gradient of an argument has the argument's line
   int mask = -1;                      // the position of output_mask, or -1
   bool is_composition = false;
+  // The position in the contract of the operator whose kernels it uses: its own, or another one.
+  size_t owner = 0;
   // The lines of arguments, in the order in which a call checks them.
   std::vector<int> numbers{}, tensors{}, strings{};
 
@@ -91,6 +93,8 @@ class Prover {
     for (size_t i = 0; i < text_.lines.size(); ++i)
       if (!is_used_[i]) fail(text_.lines[i], "no operator has it as an argument or a result");
     for (Signature& op : operators) check_sizes(op);
+    for (size_t i = 0; i < operators.size(); ++i) operators[i].owner = i;
+    for (const Sharing& sharing : text_.sharings) share_kernels(sharing);
   }
 
   std::vector<Signature> operators;
@@ -336,6 +340,60 @@ class Prover {
                      op.schema.name);
   }
 
+  // ---- kernels of another operator --------------------------------------------------------------
+
+  // Let an operator use the kernels of another one. Raise an error if it cannot.
+  void share_kernels(const Sharing& sharing) {
+    const auto refuse = [&](const std::string& what) {
+      throw Mistake(sharing.number, "`kernels`: " + what);
+    };
+    const auto position = [&](const std::string& name) {
+      for (size_t i = 0; i < operators.size(); ++i)
+        if (operators[i].schema.name == name) return i;
+      refuse("no schema names " + name);
+      return size_t(0);
+    };
+    const size_t user = position(sharing.user), owner = position(sharing.owner);
+    if (operators[user].owner != user) refuse("a second time " + sharing.user);
+    const std::string hindrance = hindrance_of(operators[user], operators[owner]);
+    if (!hindrance.empty())
+      refuse(sharing.user + " cannot use those of " + sharing.owner + ": " + hindrance);
+    operators[user].owner = owner;
+  }
+
+  // Return why an operator cannot use the kernels of another one, or "".
+  std::string hindrance_of(const Signature& op, const Signature& other) const {
+    if (op.is_composition || other.is_composition) return "a composition has no kernels";
+    if (&op == &other) return "they are its own";
+    const auto &results = op.result_lines, &others = other.result_lines;
+    if (results.size() > others.size() ||
+        !std::equal(results.begin(), results.end(), others.begin()))
+      return "its results are not the first ones of these";
+    const bool computes_all = op.mask < 0 && results.size() == others.size();
+    if (!computes_all && other.mask < 0)
+      return "not all results are wanted, and " + other.schema.name + " has no output_mask";
+    uint32_t sizes = 0;  // that the tensors of `op` have
+    for (const int i : op.tensors)
+      for (const Shape& shape : text_.lines[i].shapes) sizes |= sizes_of(shape);
+    for (int i = 0; i < int(text_.lines.size()); ++i) {
+      const Line& line = text_.lines[i];
+      if (!other.has(i)) {
+        if (op.has(i)) return "they do not take `" + line.name + '`';
+      } else if (op.has(i)) {
+        if (op.may_be_absent(i) && !other.may_be_absent(i))
+          return "they need `" + line.name + "`, which may be absent";
+      } else {
+        const bool is_optional = other.kind(i) == Kind::kTensor && other.may_be_absent(i);
+        if (!other.at_line(i).default_value() && !is_optional)
+          return "they need `" + line.name + "`, which has no default";
+        // The default may be another number than the tensors' size.
+        if (line.size >= 0 && sizes >> line.size & 1)
+          return "they need `" + line.name + "`, which is a size of its tensors";
+      }
+    }
+    return "";
+  }
+
   Text& text_;
   std::vector<bool> is_used_;
 };
@@ -419,34 +477,6 @@ inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry
            line.name + "`, got " + text_of(got));
   }
   return kernel;
-}
-
-// Return whether an operator without kernels can use those of another one: its results are the
-// first ones of that, and each of its arguments is one of that. That may have more, if these are
-// optional tensors or have defaults. Its output_mask allows for results that are not computed.
-inline bool may_use_kernels_of(const Text& text, const Signature& op, const Signature& other) {
-  const auto &results = op.result_lines, &others = other.result_lines;
-  if (results.size() > others.size() || !std::equal(results.begin(), results.end(), others.begin()))
-    return false;
-  const bool computes_all = op.mask < 0 && results.size() == others.size();
-  if (!computes_all && other.mask < 0) return false;
-  uint32_t sizes = 0;  // that the tensors of `op` have
-  for (const int i : op.tensors)
-    for (const Shape& shape : text.lines[i].shapes) sizes |= sizes_of(shape);
-  for (int i = 0; i < int(text.lines.size()); ++i) {
-    const Line& line = text.lines[i];
-    if (!other.has(i)) {
-      if (op.has(i)) return false;
-    } else if (op.has(i)) {
-      if (op.may_be_absent(i) && !other.may_be_absent(i)) return false;
-    } else {
-      const bool is_optional = other.kind(i) == Kind::kTensor && other.may_be_absent(i);
-      if (!other.at_line(i).default_value() && !is_optional) return false;
-      // A default may be another number than the tensors' size.
-      if (line.size >= 0 && sizes >> line.size & 1) return false;
-    }
-  }
-  return true;
 }
 
 }  // namespace contract

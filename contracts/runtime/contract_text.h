@@ -119,10 +119,17 @@ struct Schema {
   int number = 0;  // of its line in the contract
 };
 
+// `kernels  force of _force_virial`
+struct Sharing {
+  std::string user, owner;  // operators
+  int number = 0;           // of the line in the contract
+};
+
 struct Text {
   std::vector<Schema> schemas;
   std::vector<Line> lines;
   std::vector<std::string> sizes;
+  std::vector<Sharing> sharings;
   uint32_t joined = 0;  // sizes along which vmap concatenates its items, a bit each
 
   // Return the number of the line with a name, or -1.
@@ -414,18 +421,19 @@ class Reader {
                              joined(documentation.substr(0, end)), trimmed(details), number_});
   }
 
-  // Read the line of an argument or a result, or `vmap`.
+  // Read the line of an argument or a result, or `kernels` or `vmap`.
   void read_entry() {
+    const bool is_of_operators = name_ == "kernels" || name_ == "vmap";
     size_t at = skip_spaces(begin_ + name_.size());
-    if (name_ == "vmap" || (at < end_ && !is_capital(source_[at]))) {
+    if (is_of_operators || (at < end_ && !is_capital(source_[at]))) {
       do {
         tokens_.push_back(token_at(skip_spaces(at)));
         at = tokens_.back().end;
       } while (tokens_.back().kind != Token::kEnd);
     }
     next_ = clause_ = 0;
-    if (name_ == "vmap") {
-      read_vmap();
+    if (is_of_operators) {
+      name_ == "vmap" ? read_vmap() : read_kernels();
     } else {
       if (text_.line(name_) >= 0) fail("a second line");
       if (text_.lines.size() == kMost) fail("more than " + std::to_string(kMost) + " lines");
@@ -442,6 +450,19 @@ class Reader {
       expected("`;`, or the full stop that ends the clauses");
     tokens_.clear();
     check_text(skip_spaces(at));
+  }
+
+  void read_kernels() {
+    form_ = "force, force_virial of _force_virial";
+    if (!text_.sharings.empty()) fail("a second line");
+    do {
+      clause_ = next_;
+      std::vector<std::string> users;
+      read_list([&] { add_new(users, take_name("an operator")); });
+      require("of");
+      const std::string owner = take_name("the operator that has the kernels");
+      for (const std::string& user : users) text_.sharings.push_back({user, owner, number_});
+    } while (accept(";"));
   }
 
   void read_vmap() {

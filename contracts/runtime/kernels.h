@@ -103,28 +103,25 @@ struct Storage {
 
 bool is_narrow(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// Return the kernel for the call's number types, or nullptr. A kernel for exactly these types is
-// preferred to one of float32 that takes float16 and bfloat16. Where no tensor of a group is given,
-// the kernel for the first dtype in the contract is preferred, which a result of the group has.
-const BoundKernel* kernel_for(const Checked& call, bool on_cuda) {
-  if (!call.op.owner) return nullptr;
-  const auto takes_all = [&](const BoundKernel& kernel, bool widened, bool of_first_dtypes) {
+// Return the kernel for number types, or nullptr. A kernel for exactly these types is preferred to
+// one of float32 that takes float16 and bfloat16. type_of(group) is Undefined if no tensor of a
+// group is given. Then it is the first dtype in the contract, which a result of the group has.
+template <class TypeOf>
+const BoundKernel* kernel_for(const Operator& op, bool on_cuda, const TypeOf& type_of) {
+  const auto takes_all = [&](const BoundKernel& kernel, bool widened) {
     for (const auto& [group, type] : kernel.types) {
-      const Line& line = call.text.lines[group];
-      const int first = call.first_of[group];
-      if (line.read_as != Type::kNone || (first < 0 && !of_first_dtypes)) continue;
-      const at::ScalarType given =
-          first < 0 ? scalar_type(line.types[0]) : call.tensors[first]->scalar_type();
+      const Line& line = op.text().lines[group];
+      if (line.read_as != Type::kNone) continue;
+      at::ScalarType given = type_of(group);
+      if (given == at::ScalarType::Undefined) given = scalar_type(line.types[0]);
       const bool is_widened = widened && type == Type::kFloat32 && is_narrow(given);
       if (given != scalar_type(type) && !is_widened) return false;
     }
     return true;
   };
-  for (const bool of_first_dtypes : {true, false})
-    for (const bool widened : {false, true})
-      for (const BoundKernel& kernel : call.op.owner->kernels)
-        if (kernel.is_cuda == on_cuda && takes_all(kernel, widened, of_first_dtypes))
-          return &kernel;
+  for (const bool widened : {false, true})
+    for (const BoundKernel& kernel : op.kernel_owner().kernels)
+      if (kernel.is_cuda == on_cuda && takes_all(kernel, widened)) return &kernel;
   return nullptr;
 }
 
@@ -191,7 +188,7 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
 void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& results,
                 Storage& storage) {
   static char empty[64];
-  const Operator& owner = *call.op.owner;
+  const Operator& owner = call.op.kernel_owner();
   size_t p = 0;
   const auto set_tensor = [&](int i, const Tensor& x, void* data) {
     storage.slots[p].data = data ? data : empty;  // not nullptr, which would be an absent tensor
@@ -302,7 +299,10 @@ void run_on_device(const Operator& op, const c10::OperatorHandle&, c10::Dispatch
                    torch::jit::Stack* stack) {
   run_checked(op, stack, [&](const Checked& call) {
     const Results results = call.results();
-    const BoundKernel* kernel = kernel_for(call, on_cuda);
+    const BoundKernel* kernel = kernel_for(op, on_cuda, [&](int group) {
+      const int first = call.first_of[group];
+      return first < 0 ? at::ScalarType::Undefined : call.tensors[first]->scalar_type();
+    });
     TORCH_CHECK(kernel || !on_cuda || !op.family->entry.without_cuda, op.name,
                 ": built without CUDA because ", op.family->entry.without_cuda);
     TORCH_CHECK(kernel, op.name, ": no kernel for ", on_cuda ? "CUDA" : "the CPU",

@@ -74,10 +74,10 @@ struct Operator : contract::Signature {
   const Derivative* derivative = nullptr;
   const Check* check = nullptr;
   std::vector<BoundKernel> kernels{};
-  const Operator* owner = nullptr;  // the operator whose kernels it uses
 
   size_t count() const { return kinds.size(); }  // of arguments
   const contract::Text& text() const;            // of its contract
+  const Operator& kernel_owner() const;          // itself, or the operator whose kernels it uses
 
   // Return whether a call computes a result: output_mask may leave it out.
   bool is_wanted(const IValue* arguments, size_t result) const {
@@ -93,6 +93,7 @@ struct Family {
 };
 
 const contract::Text& Operator::text() const { return family->text; }
+const Operator& Operator::kernel_owner() const { return family->operators[owner]; }
 
 std::deque<Family>& families() {
   static auto* all = new std::deque<Family>;

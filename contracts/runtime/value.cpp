@@ -172,7 +172,7 @@ namespace {
 std::string text_of(const Value& shown) {
   const IValue& value = ivalue_of(shown);
   if (value.isString()) return value.toStringRef();
-  if (value.isDouble()) return c10::str(value.toDouble());
+  if (value.isDouble()) return digits_of(value.toDouble());
   if (!value.isTensor()) return c10::str(value);
   return c10::str(value.toTensor().scalar_type(), ' ', value.toTensor().sym_sizes());
 }
@@ -180,15 +180,22 @@ std::string text_of(const Value& shown) {
 // Formulas receive an undefined tensor for a gradient or a tangent that is zero.
 bool is_zero(const Value& value) { return value.is_tensor() && value.is_none(); }
 
-// Call an operator of PyTorch for tensors, otherwise compute with numbers or with sizes.
-template <class Numbers, class Sizes>
-Value combined(const char* name, const Value& a, const Value& b, const Numbers& numbers,
+// Return whether a value is a float, which under tracing may be a symbol.
+bool is_float(const IValue& value) { return value.isDouble() || value.isSymFloat(); }
+
+c10::SymFloat float_of(const IValue& value) {
+  return value.isInt() || value.isSymInt() ? c10::SymFloat(value.toSymInt())
+                                           : value.toScalar().toSymFloat();
+}
+
+// Call an operator of PyTorch for tensors, otherwise compute with floats or with sizes.
+template <class Floats, class Sizes>
+Value combined(const char* name, const Value& a, const Value& b, const Floats& floats,
                const Sizes& sizes) {
   const IValue &x = ivalue_of(a), &y = ivalue_of(b);
   if (x.isTensor() || y.isTensor())
     return Value::call((std::string(name) + (y.isTensor() ? ".Tensor" : ".Scalar")).c_str(), a, b);
-  if (x.isDouble() || y.isDouble())
-    return value_of(numbers(x.toScalar().toDouble(), y.toScalar().toDouble()));
+  if (is_float(x) || is_float(y)) return value_of(floats(float_of(x), float_of(y)));
   return value_of(sizes(size_of(a), size_of(b)));
 }
 
@@ -207,7 +214,8 @@ Value operator+(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? b : a;
   if (b.is_tensor() && !a.is_tensor()) return b + a;
   return combined(
-      "aten::add", a, b, [](double x, double y) { return IValue(x + y); },
+      "aten::add", a, b,
+      [](const c10::SymFloat& x, const c10::SymFloat& y) { return IValue(x + y); },
       [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, y)); });
 }
 
@@ -215,7 +223,8 @@ Value operator*(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? a : b;
   if (b.is_tensor() && !a.is_tensor()) return b * a;
   return combined(
-      "aten::mul", a, b, [](double x, double y) { return IValue(x * y); },
+      "aten::mul", a, b,
+      [](const c10::SymFloat& x, const c10::SymFloat& y) { return IValue(x * y); },
       [](const SymInt& x, const SymInt& y) { return IValue(product_of(x, y)); });
 }
 
@@ -223,7 +232,8 @@ Value operator-(const Value& a, const Value& b) {
   if (is_zero(a) || is_zero(b)) return is_zero(a) ? b * -1 : a;
   if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::rsub.Scalar", b, a);
   return combined(
-      "aten::sub", a, b, [](double x, double y) { return IValue(x - y); },
+      "aten::sub", a, b,
+      [](const c10::SymFloat& x, const c10::SymFloat& y) { return IValue(x - y); },
       [](const SymInt& x, const SymInt& y) { return IValue(sum_of(x, product_of(-1, y))); });
 }
 
@@ -231,11 +241,12 @@ Value operator/(const Value& a, const Value& b) {
   if (is_zero(a)) return a;
   if (b.is_tensor() && !a.is_tensor()) return Value::call("aten::reciprocal", b) * a;
   const IValue& y = ivalue_of(b);
-  const bool is_size = !a.is_tensor() && !ivalue_of(a).isDouble() && !y.isTensor() && !y.isDouble();
+  const bool is_size = !a.is_tensor() && !is_float(ivalue_of(a)) && !y.isTensor() && !is_float(y);
   TORCH_CHECK(!is_size || b.expect_at_least(1),
               "calcops::Value: expected a size divided by at least 1, got ", y);
   return combined(
-      "aten::div", a, b, [](double x, double y) { return IValue(x / y); },
+      "aten::div", a, b,
+      [](const c10::SymFloat& x, const c10::SymFloat& y) { return IValue(x / y); },
       [](const SymInt& x, const SymInt& y) { return IValue(x / y); });
 }
 

@@ -187,6 +187,7 @@ harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 directions   [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result       [harmonics, n, F]; like d.
 grad_result  [harmonics, n, F]; like d.
+kernels      density of _density_along
 vmap         joins n
 )",
                          kDerivatives, kChecks);

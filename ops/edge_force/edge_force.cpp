@@ -211,6 +211,7 @@ atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.
 grad_force     [natoms, 3]; like edge_gradient.
 grad_virial    [nframes, 3, 3]; like edge_gradient.
 grad_atom_virial  [natoms, 3, 3]; like edge_gradient.
+kernels        edge_force, edge_force_virial of _edge_force_virial
 vmap           joins E, natoms, nframes
 )",
                          kCompositions, kDerivatives, kChecks);

@@ -153,6 +153,7 @@ spline      "quintic" or "cubic". The B-splines have four or two continuous deri
 directions  [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result      [n, 4, kinds, functions]; like d.
 grad_result [n, 4, kinds, functions]; like d.
+kernels     environment_spline of _environment_spline_along
 vmap        joins n
 )",
                          kDerivatives, kChecks);

@@ -196,6 +196,7 @@ atom_virial  [B, n + nghost, 3, 3]; like dE. Energy.
 grad_force   [B, n + nghost, 3]; like dE.
 grad_virial  [B, 3, 3]; like dE.
 grad_atom_virial  [B, n + nghost, 3, 3]; like dE.
+kernels      force, force_virial of _force_virial
 vmap         joins B
 )",
                          kCompositions, kDerivatives, kChecks);

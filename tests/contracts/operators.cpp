@@ -354,8 +354,9 @@ void row_sums(View<const double, 2> table, View<double, 1> sums) {
     sums(i) = std::accumulate(&table(i, 0), &table(i, 0) + columns, 0.0);
 }
 
-void summed(View<const double, 1> x, View<double, 0> sum) {
-  sum() = std::accumulate(x.data, x.data + x.shape[0], 0.0);
+template <class Real>
+void summed(View<const Real, 1> x, View<Real, 0> sum) {
+  sum() = std::accumulate(x.data, x.data + x.shape[0], Real(0));
 }
 
 void copied(View<const int64_t, 1> next, View<int64_t, 1> after) {
@@ -366,12 +367,14 @@ void below(View<const int64_t, 1> end, int64_t m, View<double, 1> share) {
   for (int64_t i = 0; i < end.shape[0]; ++i) share(i) = double(end(i)) / double(end.shape[0] + m);
 }
 
-void default_type(View<const int64_t, 1> next, View<const double, 1>, View<double, 1> other) {
+template <class Real>
+void default_type(View<const int64_t, 1> next, View<const Real, 1>, View<Real, 1> other) {
   std::copy_n(next.data, next.shape[0], other.data);
 }
-const Kernel kSummedCpu("summed", summed), kRowSumsCpu("row_sums", row_sums);
+const Kernel kSummedCpu("summed", summed<float>, summed<double>), kRowSumsCpu("row_sums", row_sums);
 const Kernel kStepsCpu("steps", differences), kCopiedCpu("copied", copied);
-const Kernel kBelowCpu("below", below), kDefaultTypeCpu("default_type", default_type);
+const Kernel kBelowCpu("below", below);
+const Kernel kDefaultTypeCpu("default_type", default_type<double>, default_type<float>);
 
 // Two shapes with different numbers of elements.
 const Contract kUnequal(R"(
@@ -586,17 +589,23 @@ Value real_number(const Value* arguments) {
   return arguments[0] * (1 / (width * 2.0 + width - 0.5));
 }
 
+Value per_number(const Value* arguments) {
+  const Value count = arguments[0].size(0);
+  return arguments[0] * ((count * 2.0 + 1.0 - count) / (count - 0.5));
+}
+
 const calcops::Composition kCompositions[] = {
-    {"inverse", inverse},        {"is_given", is_given}, {"dimension", dimension},
-    {"too_many", too_many},      {"both", both},         {"one_of_two", both},
-    {"no_result", no_result},    {"huge", huge},         {"flag_as_size", flag_as_size},
-    {"halves", halves},          {"quotient", quotient}, {"plain_string", plain_string},
-    {"real_number", real_number}};
+    {"per_number", per_number},     {"inverse", inverse},        {"is_given", is_given},
+    {"dimension", dimension},       {"too_many", too_many},      {"both", both},
+    {"one_of_two", both},           {"no_result", no_result},    {"huge", huge},
+    {"flag_as_size", flag_as_size}, {"halves", halves},          {"quotient", quotient},
+    {"plain_string", plain_string}, {"real_number", real_number}};
 
 const Contract kComposed(R"(
 inverse(Tensor x) -> Tensor
 is_given(Tensor x, int? number, str? text) -> Tensor
 dimension(Tensor x, int d) -> Tensor
+per_number(Tensor x) -> Tensor
 too_many(Tensor x) -> Tensor
 both(Tensor x) -> (Tensor, Tensor)
 one_of_two(Tensor x) -> Tensor
@@ -685,5 +694,33 @@ void doubled(View<const double, 1> x, View<double, 1> y, View<int64_t, 1> sign) 
   }
 }
 const Kernel kDoubledCpu("doubled", doubled);
+
+const Derivative kOfSquared[] = {
+    {"squared",
+     [](const Value* arguments, const Value* up, Value* gradients) {
+       gradients[0] = up[0] * arguments[0] * 2;
+     },
+     [](const Value* arguments, const Value* tangents, Value* results) {
+       results[0] = tangents[0] * arguments[0] * 2;
+     }}};
+
+const Contract kWithIndices(R"(
+squared(Tensor x, Tensor index) -> (Tensor y, Tensor next)
+x      [N]; float64.
+index  [N]; int32 or int64.
+y      [N]; like x.
+next   [N]; like index.
+)",
+                            kOfSquared);
+
+template <class Integer>
+void squared(View<const double, 1> x, View<const Integer, 1> index, View<double, 1> y,
+             View<Integer, 1> next) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) {
+    y(i) = x(i) * x(i);
+    next(i) = index(i) + 1;
+  }
+}
+const Kernel kSquaredCpu("squared", squared<int32_t>, squared<int64_t>);
 
 }  // namespace

@@ -67,20 +67,16 @@ void prove(std::istringstream text) {
   }
   contract::Text read = contract::Reader(contract).read();
   const contract::Prover proved(read, composed);
-  std::vector<const contract::Signature*> owners;
-  for (const contract::Signature& op : proved.operators)
+  std::vector<bool> has_kernels(proved.operators.size());
+  for (size_t i = 0; i < proved.operators.size(); ++i)
     for (const auto& [name, kernel] : kernels)
-      if (op.schema.name == name) {
-        contract::bind(read, op, kKernels.at(kernel));
-        owners.push_back(&op);
+      if (proved.operators[i].schema.name == name) {
+        contract::bind(read, proved.operators[i], kKernels.at(kernel));
+        has_kernels[i] = true;
       }
-  for (const contract::Signature& op : proved.operators) {
-    const bool has_kernels = std::any_of(owners.begin(), owners.end(), [&](const auto* owner) {
-      return owner == &op || contract::may_use_kernels_of(read, op, *owner);
-    });
-    if (!owners.empty() && !has_kernels)
+  for (const contract::Signature& op : proved.operators)
+    if (!kernels.empty() && !has_kernels[op.owner])
       throw contract::Mistake(op.schema.number, "no kernel of " + op.schema.name);
-  }
 }
 
 std::string answer(std::string text) {

@@ -230,6 +230,32 @@ MISTAKES = {
     "an operator without kernels": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor z\nz  [N]; like x.\n",
+        'line 3: no kernel of halved; add: const calcops::Kernel cpu("halved", function)',
+    ),
+    "kernels beside those of another operator": (
+        "doubled(Tensor x) -> Tensor y\n",
+        "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor y\nkernels  doubled of halved\n",
+        "doubled has kernels, and the line `kernels` gives it those of halved",
+    ),
+    "a dtype that no kernel takes": (
+        "doubled<float>, ",
+        "",
+        "line 2: no kernel of doubled on the CPU takes float32 `x`",
+    ),
+    "two dtypes that no kernel takes together": (
+        "template <class Real>",
+        """const Contract mixed("mixed(Tensor x, Tensor i) -> Tensor y\\n"
+                     "x [N]; float32 or float64.\\ni [N]; int32 or int64.\\ny [N]; like x.");
+template <class Real, class Integer>
+void mix(View<const Real, 1>, View<const Integer, 1>, View<Real, 1>) {}
+const Kernel mixed_cpu("mixed", mix<float, int32_t>, mix<double, int64_t>);
+template <class Real>""",
+        "no kernel of mixed on the CPU takes float32 `x` and int64 `i`",
+    ),
+    "kernels of an operator that has those of another one": (
+        "doubled(Tensor x) -> Tensor y\n",
+        "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor y\nf(Tensor x) -> Tensor y\n"
+        "kernels  f of halved; halved of doubled\n",
         "line 3: no kernel of halved",
     ),
     "two kernels of the same types": (

@@ -380,6 +380,13 @@ def test_a_result_of_integers_beside_one_of_floats_has_no_derivative(mine):
     assert (tangent.tolist(), sign.dtype) == ([2] * 4, torch.int64)
 
 
+def test_a_result_like_integers_beside_one_of_floats_has_no_derivative(mine):
+    x, index = torch.randn(4, **float64, requires_grad=True), torch.arange(4)
+    y, following = mine.squared(x, index)
+    assert (y.requires_grad, following.requires_grad) == (True, False)
+    assert torch.autograd.gradcheck(lambda x: mine.squared(x, index)[0], x, check_forward_ad=True)
+
+
 def test_a_batched_argument_that_the_caller_expanded_has_a_gradient_for_each_item(mine):
     x, weights = torch.randn(3, 5, 4, **float64), torch.randn(4, 2, **float64)
     weights = weights.expand(3, 4, 2).requires_grad_()
@@ -454,6 +461,17 @@ def test_a_composition_computes_with_floats_and_takes_any_string(mine):
     assert torch.equal(mine.real_number(x, 0.75), x * (1 / 1.75))
     assert mine.plain_string(x, "one").tolist() == [1, 1]
     assert mine.plain_string(x, "any other").tolist() == [0, 0]
+
+
+def test_a_size_times_a_float_stays_a_symbol_under_export(mine):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return mine.per_number(x)
+
+    dynamic = {0: torch.export.Dim("N", min=2)}
+    exported = torch.export.export(Model(), (torch.ones(5, **float64),), dynamic_shapes=(dynamic,))
+    for n in 5, 8:
+        assert exported.module()(torch.ones(n, **float64))[0] == (n + 1) / (n - 0.5)
 
 
 def test_a_composition_takes_optional_numbers_and_strings(mine):

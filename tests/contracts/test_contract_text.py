@@ -223,6 +223,28 @@ f(int n) -> Tensor y | n >= 0. | y [n]; float64.
     a kernel has a tensor as an argument that is always given
 f(Tensor? x) -> Tensor y | x [N]; float64. | y []; float64.
     a kernel has a tensor as an argument that is always given
+f(Tensor x, Tensor k) -> Tensor y | g(Tensor x, Tensor? k) -> Tensor y | x [N]; float64. | k [N]; like x. | y [N]; like x. | kernels g of f
+    line 6: `kernels`: g cannot use those of f: they need `k`, which may be absent
+f(Tensor x) -> Tensor y | g(Tensor x, bool[1] output_mask) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels g of f
+    not all results are wanted, and f has no output_mask
+f(Tensor x) -> (Tensor y, Tensor z) | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | z [N]; like x. | kernels g of f
+    not all results are wanted, and f has no output_mask
+f(Tensor x) -> (Tensor y, Tensor z) | g(Tensor x) -> Tensor z | x [N]; float64. | y [N]; like x. | z [N]; like x. | kernels g of f
+    its results are not the first ones of these
+f(Tensor x, int N=3) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | N >= 1. | y [N]; like x. | kernels g of f
+    they need `N`, which is a size of its tensors
+f(Tensor x, int k) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | k >= 1. | y [N]; like x. | kernels g of f
+    they need `k`, which has no default
+f(Tensor x) -> Tensor y | g(Tensor x, int k) -> Tensor y | x [N]; float64. | k >= 1. | y [N]; like x. | kernels g of f
+    they do not take `k`
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of f
+    they are its own
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of g
+    no schema names g
+f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | h(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of g; f of h
+    a second time f
+f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f, g
+    expected `of`, got the end in `f, g`
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins M
     no tensor above has the size M
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap N
@@ -275,6 +297,7 @@ RIGHT_KERNELS = {
             x="[N]; float64.",
             k=">= 0.",
             y="[N]; like x.",
+            kernels="g of f",
         ),
     ),
     "a copy": kernel("copy"),
@@ -285,11 +308,7 @@ RIGHT_KERNELS = {
 }
 
 WRONG_KERNELS = {
-    # g has no kernels, and cannot use those of f
-    "a tensor that the other kernels need": (kernel("with_view", tensors("f(Tensor x, Tensor k) -> Tensor y\ng(Tensor x, Tensor? k) -> Tensor y", x="[N]; float64.", k="[N]; like x.", y="[N]; like x.")), "no kernel of g"),
-    "a mask that the other kernels lack": (kernel("copy", COPY.replace("\n", "\ng(Tensor x, bool[1] output_mask) -> Tensor y\n", 1)), "no kernel of g"),
-    "fewer results than those of kernels without a mask": (kernel("two_results", tensors("f(Tensor x) -> (Tensor y, Tensor z)\ng(Tensor x) -> Tensor y", x="[N]; float64.", y="[N]; like x.", z="[N]; like x.")), "no kernel of g"),
-    "a default beside the size of a tensor": (kernel("with_int", tensors("f(Tensor x, int N=3) -> Tensor y\ng(Tensor x) -> Tensor y", x="[N]; float64.", N=">= 0.", y="[N]; like x.")), "no kernel of g"),
+    "an operator without kernels": (kernel("copy", COPY.replace("\n", "\ng(Tensor x) -> Tensor y\n", 1)), "no kernel of g"),
     "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for `k`, got double"),
     "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for `k`, got int64_t"),
     "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected enum class for `k`, got bool"),
