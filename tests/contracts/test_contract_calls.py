@@ -136,6 +136,7 @@ def test_a_check_that_sets_a_wrong_shape_is_an_error(mine, name, message, device
         (dict(shift=6), "`shift` of at most 5, got 6"),
         (dict(t=0.5), "`t` > 0.5, got 0.5"),
         (dict(u=2.0), "`u` < 2, got 2"),
+        (dict(u=2.0000001), "`u` < 2, got 2.0000001"),
         (dict(t=float("nan")), "`t` > 0.5, got nan"),
         (dict(x=torch.ones(1, **float64)), "`x` with N >= 2, got [1]"),
         (dict(x=torch.ones(6, **float64)), "`x` with N <= 5, got [6]"),
