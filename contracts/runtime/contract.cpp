@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <deque>
+#include <fstream>
+#include <iterator>
 #include <memory>
 
 #include "autograd.h"
@@ -34,15 +36,38 @@ struct Boxed final : c10::OperatorKernel {
   const Function function;
 };
 
-// Raise an error that names the contract, unless the function succeeds.
+// Return the place of a contract's line in its source. The text is looked up there, because
+// compilers disagree on the line of a call of several lines. A text of joined strings is not found.
+std::string place_of(const ContractEntry& entry, int number) {
+  std::ifstream file(entry.file);
+  const std::string source{std::istreambuf_iterator<char>(file), {}};
+  const size_t begin = source.find(entry.text);
+  if (begin == std::string::npos)
+    return c10::str(entry.file, ":", entry.line, ", line ", number, " of the text");
+  const auto lines = std::count(source.begin(), source.begin() + ptrdiff_t(begin), '\n');
+  return c10::str(entry.file, ":", lines + number);
+}
+
+// Raise an error that names the contract's line, unless the function succeeds.
 template <class Function>
 void at_contract(const Family& family, const Function& function) {
+  int number = 1;
+  std::string message;
   try {
-    function();
+    return function();
+  } catch (const contract::Mistake& mistake) {
+    number = mistake.number;
+    message = mistake.what();
   } catch (const std::exception&) {
-    TORCH_CHECK(false, family.entry.file, ":", family.entry.line, ": contract, ",
-                calcops_jit::message());
+    message = calcops_jit::message();
   }
+  TORCH_CHECK(false, place_of(family.entry, number), ": contract: ", message);
+}
+
+// Raise an error in the line of an operator's schema, unless the condition holds.
+template <class... Words>
+void check_operator(bool condition, const contract::Signature& op, const Words&... words) {
+  if (!condition) throw contract::Mistake(op.schema.number, c10::str(words...));
 }
 
 // Return an operator's name with its namespace.
@@ -83,8 +108,8 @@ void read_family(Family& family) {
     const std::string name = qualified(signature.schema.name, entry.name_space);
     for (const Family& other : families())
       for (const Operator& known : other.operators)
-        TORCH_CHECK(known.name != name, "line ", signature.schema.number, ": ", name,
-                    " has another contract at ", other.entry.file, ":", other.entry.line);
+        check_operator(known.name != name, signature, name, " has another contract at ",
+                       place_of(other.entry, known.schema.number));
     family.operators.push_back(Operator{std::move(signature), &family, name});
   }
   take_parts(family, entry.compositions, "composition", &Operator::composition);
@@ -95,10 +120,10 @@ void read_family(Family& family) {
     TORCH_CHECK(!unused || op.parsed.argumentIndexWithName(unused), "a derivative of ",
                 op.schema.name, " names `", unused, "`, which is no argument");
     for (const int result : op.result_lines)
-      TORCH_CHECK(
-          op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape,
-          "line ", op.schema.number, ": a Check of ", op.schema.name, " must set the shape of `",
-          family.text.lines[result].name, "`");
+      check_operator(
+          op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape, op,
+          "a Check of ", op.schema.name, " must set the shape of `", family.text.lines[result].name,
+          "`");
   }
 }
 
@@ -107,14 +132,12 @@ void take_kernels(Family& family) {
     const auto waiting = kernels_waiting().find(op.name);
     if (waiting == kernels_waiting().end()) continue;
     at_contract(family, [&] {
-      TORCH_CHECK(!op.is_composition, "line ", op.schema.number, ": ", op.schema.name,
-                  " is a composition and has a kernel");
+      check_operator(!op.is_composition, op, op.schema.name, " is a composition and has a kernel");
       for (const KernelEntry& entry : waiting->second) {
         const BoundKernel kernel = contract::bind(family.text, op, entry);
         for (const BoundKernel& other : op.kernels)
-          TORCH_CHECK(other.types != kernel.types || other.is_cuda != kernel.is_cuda, "line ",
-                      op.schema.number, ": two kernels of ", op.schema.name,
-                      " take the same types");
+          check_operator(other.types != kernel.types || other.is_cuda != kernel.is_cuda, op,
+                         "two kernels of ", op.schema.name, " take the same types");
         op.kernels.push_back(kernel);
       }
     });
@@ -157,9 +180,8 @@ void check_all_kernels() {
     at_contract(family, [&] {
       for (const Operator& op : family.operators)
         if (const size_t count = owners_of(op).size(); count != 1 && !op.is_composition)
-          TORCH_CHECK(false, "line ", op.schema.number, ": ",
-                      count ? "several operators have kernels for " : "no kernel of ",
-                      op.schema.name);
+          check_operator(false, op, count ? "several operators have kernels for " : "no kernel of ",
+                         op.schema.name);
     });
 }
 

@@ -139,10 +139,10 @@ struct Text {
   }
 };
 
-// An error in a contract.
+// An error in a line of a contract.
 struct Mistake : std::runtime_error {
-  Mistake(int number, const std::string& what)
-      : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
+  Mistake(int number, const std::string& what) : std::runtime_error(what), number(number) {}
+  int number;
 };
 
 constexpr std::pair<Type, const char*> kTypeNames[] = {

@@ -220,7 +220,7 @@ MISTAKES = {
     "a clause that is not in the language": (
         "[N]; like x.",
         "about N.",
-        "line 4: `y`: expected a clause, or text that begins with a capital letter, got `about`",
+        "wrong.cpp:14: contract: `y`: expected a clause, or text that begins with a capital letter, got `about`",
     ),
     "a kernel that no contract names": (
         '"doubled", doubled<float>',
@@ -230,7 +230,7 @@ MISTAKES = {
     "an operator without kernels": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor z\nz  [N]; like x.\n",
-        "line 3: no kernel of halved",
+        "wrong.cpp:13: contract: no kernel of halved",
     ),
     "two kernels of the same types": (
         "doubled<float>, ",
@@ -250,14 +250,14 @@ MISTAKES = {
     "a float as the default of an int": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x, int k=.5) -> Tensor y\nk  >= 0.\n",
-        "line 2: `doubled`: the default of `k` is no int",
+        "wrong.cpp:12: contract: `doubled`: the default of `k` is no int",
     ),
     "two checks of an operator": (')");', ')", checks);', "two checks of doubled"),
     "an operator in two contracts": (
         "template <class Real>",
         'const Contract again("doubled(Tensor x) -> Tensor y\\nx [N]; float64.\\ny [N]; float64.");\n'
         "template <class Real>",
-        "doubled has another contract at",
+        "wrong.cpp:17, line 1 of the text: contract: wrong::doubled has another contract at",
     ),
     "shapes that no check sets": (
         "[N]; like x.",
