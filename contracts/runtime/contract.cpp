@@ -119,11 +119,13 @@ void read_family(Family& family) {
     const char* unused = op.derivative ? op.derivative->unused : nullptr;
     TORCH_CHECK(!unused || op.parsed.argumentIndexWithName(unused), "a derivative of ",
                 op.schema.name, " names `", unused, "`, which is no argument");
-    for (const int result : op.result_lines)
-      check_operator(
-          op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape, op,
-          "a Check of ", op.schema.name, " must set the shape of `", family.text.lines[result].name,
-          "`");
+    if (op.check || op.composition) continue;
+    for (const int i : op.tensors)
+      check_operator(!family.text.lines[i].any_shape, op, "a Check of ", op.schema.name,
+                     " must examine the shape of `", family.text.lines[i].name, "`");
+    for (const int i : op.result_lines)
+      check_operator(!family.text.lines[i].any_shape, op, "a Check of ", op.schema.name,
+                     " must set the shape of `", family.text.lines[i].name, "`");
   }
 }
 

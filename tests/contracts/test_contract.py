@@ -261,8 +261,13 @@ MISTAKES = {
     ),
     "shapes that no check sets": (
         "[N]; like x.",
-        "[...]; like x.",
+        "any shape; like x.",
         "a Check of doubled must set the shape of `y`",
+    ),
+    "shapes that no check examines": (
+        "[N]; float32 or float64.\ny  [N];",
+        "any shape; float32 or float64.\ny  [];",
+        "a Check of doubled must examine the shape of `x`",
     ),
 }
 PARTS = """
