@@ -388,9 +388,9 @@ def warp_perspective(
 ) -> Tensor:
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-    image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
+    image          any shape; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                    [N, C, H, W], [C, H, W] or [H, W], with any strides.
-    warp           [...]; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
+    warp           any shape; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
                    (x, y, 1) of the source to the destination. A common factor of its entries has no
                    effect.
     dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
@@ -404,11 +404,11 @@ def warp_perspective(
     border_value   The v of border_mode: a float for all channels, or a list with one for each. None or
                    [] is 0. It is converted to image's dtype.
     inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
-    destination    [...]; like image. It has the shape of the result, and is given if border_mode is
+    destination    any shape; like image. It has the shape of the result, and is given if border_mode is
                    "transparent". It is copied, not written to.
 
     Returns
-    result         [...]; like image. Of shape [N, C, height, width], [C, height, width],
+    result         any shape; like image. Of shape [N, C, height, width], [C, height, width],
                    [N, height, width] or [height, width].
 
     The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,

@@ -91,6 +91,7 @@ struct Checked {
   std::array<int, kMost> first_of;           // the line of the first tensor of each group of dtypes
   int first = -1;                            // the line of the first tensor that is given
   std::array<SymInt, kMost> sizes;           // the values of the contract's sizes
+  c10::SymDimVector leading;                 // the dimensions of `...`
   uint32_t has_value = 0;                    // sizes that have a value, a bit each
   std::array<const Shape*, kMost> shapes{};  // of each line's tensor; nullptr: its first shape
   // That the operator's Check sets.
@@ -182,7 +183,7 @@ struct Checked {
       check_dtype(i, x);
       if (!line.any_shape) check_shape(i, x);
     } else if (!op.may_be_absent(i)) {
-      refuse(line.name, "of shape " + line.shape_text, "none");
+      refuse(line.name, (line.any_shape ? "" : "of shape ") + line.shape_text, "none");
     }
   }
 
@@ -223,6 +224,7 @@ struct Checked {
   // Return whether a shape has the tensor's rank. Of several shapes of a rank, one is selected by
   // its dimensions that are numbers. A comparison with a symbol becomes a guard of the graph.
   bool fits(const Line& line, const Shape& want, c10::SymIntArrayRef shape) const {
+    if (line.has_leading) return shape.size() + 1 >= want.size();
     if (want.size() != shape.size()) return false;
     if (line.shapes.size() == 1) return true;
     for (size_t d = 0; d < shape.size(); ++d)
@@ -233,18 +235,24 @@ struct Checked {
 
   // Return whether a shape is the wanted one. Set the sizes that have no value yet.
   bool matches(const Line& line, const Shape& want, c10::SymIntArrayRef shape) {
-    for (size_t d = 0; d < want.size(); ++d) {
+    if (line.has_leading) {
+      const size_t count = shape.size() + 1 - want.size();
+      if (!matches_leading(shape.slice(0, count))) return false;
+      shape = shape.slice(count);
+    }
+    for (size_t d = line.has_leading; d < want.size(); ++d) {
+      const SymInt& got = shape[d - line.has_leading];
       const uint32_t unknown = contract::sizes_of(want[d]) & ~has_value;
       if (!unknown) {
-        if (!contract::is_equal(shape[d], value(want[d]))) return false;
+        if (!contract::is_equal(got, value(want[d]))) return false;
         continue;
       }
       const int size = __builtin_ctz(unknown);
-      set_size(size, shape[d]);
+      set_size(size, got);
       if (want[d].size() == 1) continue;
       // The dimension is a size plus known ones. With 0 for the size, value() is their sum.
       sizes[size] = 0;
-      sizes[size] = sum_of(shape[d], product_of(-1, value(want[d])));
+      sizes[size] = sum_of(got, product_of(-1, value(want[d])));
       if (!contract::is_at_most(0, sizes[size])) return false;
     }
     if (line.whole < 0 || contract::sizes_of(line.parts) & ~has_value) return true;
@@ -254,11 +262,35 @@ struct Checked {
     return true;
   }
 
+  // Return whether the dimensions of `...` are the wanted ones. Set them if they have no value yet.
+  bool matches_leading(c10::SymIntArrayRef shape) {
+    if (has_value >> text.leading & 1) {
+      if (shape.size() != leading.size()) return false;
+      for (size_t d = 0; d < shape.size(); ++d)
+        if (!contract::is_equal(shape[d], leading[d])) return false;
+      return true;
+    }
+    leading.assign(shape.begin(), shape.end());
+    SymInt product = 1;
+    for (const SymInt& size : shape) product = product_of(product, size);
+    set_size(text.leading, product);
+    return true;
+  }
+
+  // Add a dimension's size to a shape, or all dimensions of `...`.
+  void append(const Sum& dim, c10::SymDimVector& shape) const {
+    if (text.leading >= 0 && contract::bare(dim) == text.leading)
+      shape.append(leading.begin(), leading.end());
+    else
+      shape.push_back(value(dim));
+  }
+
   // Return the values of a shape's sizes for an error message. `had_value` are the sizes that
   // earlier arguments determine. If these are all sizes of the only shape, the text is like
   // " = [23, 3]", otherwise like ", [N] = [23]".
   std::string sizes_text(const Line& line, uint32_t had_value) const {
-    std::vector<std::string> names, numbers, dimensions;
+    std::vector<std::string> names;
+    c10::SymDimVector numbers, dimensions;
     uint32_t named = 0;
     for (const Shape& shape : line.shapes)
       for (const Sum& dim : shape)
@@ -266,16 +298,16 @@ struct Checked {
           for (const int size : product.sizes) {
             if (!(named >> size & 1) && had_value >> size & 1) {
               names.push_back(text.sizes[size]);
-              numbers.push_back(c10::str(sizes[size]));
+              append({contract::Product{1, {size}}}, numbers);
             }
             named |= 1u << size;
           }
     if (line.shapes.size() == 1 && !(named & ~had_value)) {
-      for (const Sum& dim : line.shapes[0]) dimensions.push_back(c10::str(value(dim)));
-      return " = [" + c10::Join(", ", dimensions) + "]";
+      for (const Sum& dim : line.shapes[0]) append(dim, dimensions);
+      return c10::str(" = ", c10::SymIntArrayRef(dimensions));
     }
     if (names.empty()) return "";
-    return ", [" + c10::Join(", ", names) + "] = [" + c10::Join(", ", numbers) + "]";
+    return c10::str(", [", c10::Join(", ", names), "] = ", c10::SymIntArrayRef(numbers));
   }
 
   void check_limit(const contract::Limit& limit, int i) const {
@@ -338,7 +370,7 @@ struct Checked {
     } else if (line.any_shape) {
       for (const SymInt& size : ivalue_of(result_shapes[i]).toSymIntVector()) shape.push_back(size);
     } else {
-      for (const Sum& dim : line.shapes[0]) shape.push_back(value(dim));
+      for (const Sum& dim : line.shapes[0]) append(dim, shape);
     }
     int64_t bytes = 8;  // of a number of the widest dtype
     for (const SymInt& size : shape) {

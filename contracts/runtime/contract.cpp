@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <deque>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 
 #include "autograd.h"
@@ -35,15 +37,38 @@ struct Boxed final : c10::OperatorKernel {
   const Function function;
 };
 
-// Raise an error that names the contract, unless the function succeeds.
+// Return the place of a contract's line in its source. The text is looked up there, because
+// compilers disagree on the line of a call of several lines. A text of joined strings is not found.
+std::string place_of(const ContractEntry& entry, int number) {
+  std::ifstream file(entry.file);
+  const std::string source{std::istreambuf_iterator<char>(file), {}};
+  const size_t begin = source.find(entry.text);
+  if (begin == std::string::npos)
+    return c10::str(entry.file, ":", entry.line, ", line ", number, " of the text");
+  const auto lines = std::count(source.begin(), source.begin() + ptrdiff_t(begin), '\n');
+  return c10::str(entry.file, ":", lines + number);
+}
+
+// Raise an error that names the contract's line, unless the function succeeds.
 template <class Function>
 void at_contract(const Family& family, const Function& function) {
+  int number = 1;
+  std::string message;
   try {
-    function();
+    return function();
+  } catch (const contract::Mistake& mistake) {
+    number = mistake.number;
+    message = mistake.what();
   } catch (const std::exception&) {
-    TORCH_CHECK(false, family.entry.file, ":", family.entry.line, ": contract, ",
-                calcops_jit::message());
+    message = calcops_jit::message();
   }
+  TORCH_CHECK(false, place_of(family.entry, number), ": contract: ", message);
+}
+
+// Raise an error in the line of an operator's schema, unless the condition holds.
+template <class... Words>
+void check_operator(bool condition, const contract::Signature& op, const Words&... words) {
+  if (!condition) throw contract::Mistake(op.schema.number, c10::str(words...));
 }
 
 // Return an operator's name with its namespace.
@@ -74,8 +99,9 @@ void read_family(Family& family) {
     const std::string name = qualified(signature.schema.name, entry.name_space);
     for (const Family& other : families())
       for (const Operator& known : other.operators)
-        TORCH_CHECK(known.name != name, "line ", signature.schema.number, ": ", name,
-                    " has another contract at ", other.entry.file, ":", other.entry.line);
+        if (known.name == name)
+          check_operator(false, signature, name, " has another contract at ",
+                         place_of(other.entry, known.schema.number));
     family.operators.push_back(Operator{std::move(signature), &family, name});
   }
   take_parts(family, entry.compositions, "composition", &Operator::composition);
@@ -85,11 +111,13 @@ void read_family(Family& family) {
     const char* unused = op.derivative ? op.derivative->unused : nullptr;
     TORCH_CHECK(!unused || op.parsed.argumentIndexWithName(unused), "a derivative of ",
                 op.schema.name, " names `", unused, "`, which is no argument");
-    for (const int result : op.result_lines)
-      TORCH_CHECK(
-          op.check || op.composition || op.has(result) || !family.text.lines[result].any_shape,
-          "line ", op.schema.number, ": a Check of ", op.schema.name, " must set the shape of `",
-          family.text.lines[result].name, "`");
+    if (op.check || op.composition) continue;
+    for (const int i : op.tensors)
+      check_operator(!family.text.lines[i].any_shape, op, "a Check of ", op.schema.name,
+                     " must examine the shape of `", family.text.lines[i].name, "`");
+    for (const int i : op.result_lines)
+      check_operator(!family.text.lines[i].any_shape, op, "a Check of ", op.schema.name,
+                     " must set the shape of `", family.text.lines[i].name, "`");
   }
 }
 
@@ -98,14 +126,12 @@ void take_kernels(Family& family) {
     const auto waiting = kernels_waiting().find(op.name);
     if (waiting == kernels_waiting().end()) continue;
     at_contract(family, [&] {
-      TORCH_CHECK(!op.is_composition, "line ", op.schema.number, ": ", op.schema.name,
-                  " is a composition and has a kernel");
+      check_operator(!op.is_composition, op, op.schema.name, " is a composition and has a kernel");
       for (const KernelEntry& entry : waiting->second) {
         const BoundKernel kernel = contract::bind(family.text, op, entry);
         for (const BoundKernel& other : op.kernels)
-          TORCH_CHECK(other.types != kernel.types || other.is_cuda != kernel.is_cuda, "line ",
-                      op.schema.number, ": two kernels of ", op.schema.name,
-                      " take the same types");
+          check_operator(other.types != kernel.types || other.is_cuda != kernel.is_cuda, op,
+                         "two kernels of ", op.schema.name, " take the same types");
         op.kernels.push_back(kernel);
       }
     });
@@ -152,8 +178,8 @@ void check_dtypes(const Operator& op, bool on_cuda) {
       for (const auto& [group, type] : given)
         types += (types.empty() ? "" : " and ") + contract::name_of(type) + " `" +
                  op.text().lines[group].name + '`';
-      TORCH_CHECK(kernel_for(op, on_cuda, type_of), "line ", op.schema.number, ": no kernel of ",
-                  op.schema.name, " on ", on_cuda ? "CUDA" : "the CPU", " takes ", types);
+      check_operator(kernel_for(op, on_cuda, type_of), op, "no kernel of ", op.schema.name, " on ",
+                     on_cuda ? "CUDA" : "the CPU", " takes ", types);
       return;
     }
     for (const Type type : op.text().lines[groups[g]].types) {
@@ -168,11 +194,10 @@ void check_dtypes(const Operator& op, bool on_cuda) {
 void check_kernels(const Operator& op) {
   const Operator& owner = op.kernel_owner();
   const bool has_other = &owner != &op;
-  TORCH_CHECK(!has_other || op.kernels.empty(), "line ", op.schema.number, ": ", op.schema.name,
-              " has kernels, and the line `kernels` gives it those of ", owner.schema.name);
-  TORCH_CHECK(!owner.kernels.empty(), "line ", owner.schema.number, ": no kernel of ",
-              owner.schema.name, "; add: const calcops::Kernel cpu(\"", owner.schema.name,
-              "\", function)");
+  check_operator(!has_other || op.kernels.empty(), op, op.schema.name,
+                 " has kernels, and the line `kernels` gives it those of ", owner.schema.name);
+  check_operator(!owner.kernels.empty(), owner, "no kernel of ", owner.schema.name,
+                 "; add: const calcops::Kernel cpu(\"", owner.schema.name, "\", function)");
   for (const bool on_cuda : {false, true})
     if (std::any_of(op.kernels.begin(), op.kernels.end(),
                     [&](const BoundKernel& kernel) { return kernel.is_cuda == on_cuda; }))

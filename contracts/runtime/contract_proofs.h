@@ -110,7 +110,8 @@ class Prover {
   std::string names(uint32_t sizes) const {
     std::string list;
     for (size_t i = 0; i < text_.sizes.size(); ++i)
-      if (sizes >> i & 1) list += (list.empty() ? "" : ", ") + text_.sizes[i];
+      if (sizes >> i & 1)
+        list += (list.empty() ? "" : ", ") + (int(i) == text_.leading ? "`...`" : text_.sizes[i]);
     return list;
   }
 
@@ -144,7 +145,7 @@ class Prover {
     }
     const size_t positions = line.entries.positions.size();
     if (line.any_shape && positions > 0)
-      fail(line, "`at` names the dimensions of entries, and [...] has any number of them");
+      fail(line, "`at` names the dimensions of entries, and any shape has any number of them");
     if (!line.any_shape && positions > line.shapes[0].size())
       fail(line, "more positions behind `at` than dimensions");
   }

@@ -26,6 +26,7 @@ constexpr size_t kMost = 24;
 constexpr size_t kMostDimensions = 8;
 
 // A Sum is a sum of Products of sizes, such as n + 2*nghost. A size is its number in Text::sizes.
+// `...` is a size, too: the product of the leading dimensions.
 struct Product {
   int64_t factor;
   std::vector<int> sizes;
@@ -92,9 +93,10 @@ struct Line {
   // Tensors
   std::vector<Shape> shapes;
   std::string shape_text;
-  bool any_shape = false;  // `[...]`
-  int whole = -1;          // `with K = T*M`: the size K
-  Sum parts;               // and the product T*M
+  bool any_shape = false;    // `any shape`
+  bool has_leading = false;  // `[..., N]`
+  int whole = -1;            // `with K = T*M`: the size K
+  Sum parts;                 // and the product T*M
   std::vector<Type> types;
   std::string type_text;
   Type read_as = Type::kNone;  // `read as`: the type that kernels receive
@@ -131,6 +133,7 @@ struct Text {
   std::vector<std::string> sizes;
   std::vector<Sharing> sharings;
   uint32_t joined = 0;  // sizes along which vmap concatenates its items, a bit each
+  int leading = -1;     // the size `...`
 
   // Return the number of the line with a name, or -1.
   int line(const std::string& name) const {
@@ -146,10 +149,10 @@ struct Text {
   }
 };
 
-// An error in a contract.
+// An error in a line of a contract.
 struct Mistake : std::runtime_error {
-  Mistake(int number, const std::string& what)
-      : std::runtime_error("line " + std::to_string(number) + ": " + what) {}
+  Mistake(int number, const std::string& what) : std::runtime_error(what), number(number) {}
+  int number;
 };
 
 constexpr std::pair<Type, const char*> kTypeNames[] = {
@@ -470,7 +473,7 @@ class Reader {
     if (text_.joined) fail("a second line");
     require("joins");
     read_list([&] {
-      const std::string name = take_name("a size");
+      const std::string name = accept("...") ? "..." : take_name("a size");
       if (text_.size(name) < 0) fail("no tensor above has the size " + name);
       text_.joined |= 1u << text_.size(name);
     });
@@ -501,8 +504,11 @@ class Reader {
       line.clauses.push_back(kind);
       return true;
     };
-    if (is(is_next("["), "shape", "[N, 3] or [N, 3, 1] | [B, K] or [B, T, M] with K = T*M | [...]"))
+    if (is(is_next("["), "shape",
+           "[N, 3] or [N, 3, 1] | [B, K] or [B, T, M] with K = T*M | [..., K]"))
       read_shapes(line);
+    else if (is(accept("any"), "shape", "any shape"))
+      read_any_shape(line);
     else if (is(accept("like"), "like", "like x"))
       line.like = take_name("the name of a tensor");
     else if (is(accept("entries"), "entries", "entries -1 or 0 <= j < n at row, slot"))
@@ -531,30 +537,39 @@ class Reader {
     list.push_back(item);
   }
 
-  // Read `[B, n, K] or [B, n, T, M] with K = T*M`, or `[...]`.
+  void read_any_shape(Line& line) {
+    require("shape");
+    line.any_shape = true;
+    line.shape_text = "of any shape";
+  }
+
+  // Read `[B, n, K] or [B, n, T, M] with K = T*M`, or `[..., K]`.
   void read_shapes(Line& line) {
     const size_t begin = next_;
     read_list([&] {
       require("[");
       Shape shape;
-      if (accept("...")) {
-        line.any_shape = true;
-        require("]");
-        return;
-      }
+      if (is_next("...")) line.has_leading = true;
       if (!accept("]")) do
-          shape.push_back(take_sum());
+          shape.push_back(accept("...") ? leading(shape) : take_sum());
         while (accept(",") || (require("]"), false));
       if (shape.size() > kMostDimensions) fail("more than 8 dimensions");
       line.shapes.push_back(shape);
     });
-    if (line.any_shape && !line.shapes.empty()) fail("[...] is every shape, so it stands alone");
+    if (line.has_leading && line.shapes.size() > 1) fail("expected one shape, since it has `...`");
     line.shape_text = text_from(begin);
     if (!accept("with")) return;
     if (line.shapes.size() < 2) fail("`with` is for another shape");
     line.whole = size_named(take_name("a size"));
     require("=");
     line.parts = take_sum();
+  }
+
+  // Return the dimension `...` of a shape that is empty so far.
+  Sum leading(const Shape& shape) {
+    if (!shape.empty()) fail("expected `...` as the first dimension, as in [..., N]");
+    text_.leading = size_named("...");
+    return {Product{1, {text_.leading}}};
   }
 
   // Read `int32 or int64 read as int64`.

@@ -136,15 +136,21 @@ const Tensor& as_taken(const Tensor& x, Type type, Layout layout, std::list<Tens
   return made.emplace_back(converted->contiguous());
 }
 
-// Set the sizes and strides of slot p. A kernel sees a tensor in the first shape of its line; x has
-// the shape `given`, and is contiguous if that is another one. A tensor [...] of fewer dimensions
-// has leading ones of size 1.
-void lay_out(const Checked& call, const Line& line, const Shape* given, const Tensor& x, int rank,
-             int p, Storage& storage) {
+// Return whether a kernel sees the tensor of line i, which is contiguous, in another shape: in the
+// first one of its line, or with the dimensions of `...` as one.
+bool has_other_shape(const Checked& call, int i) {
+  const Line& line = call.text.lines[i];
+  return line.has_leading || (call.shapes[i] && call.shapes[i] != &line.shapes[0]);
+}
+
+// Set the sizes and strides of slot p for the tensor x of line i. A tensor of `any shape` and of
+// fewer dimensions than the kernel's View has leading ones of size 1.
+void lay_out(const Checked& call, int i, const Tensor& x, int rank, int p, Storage& storage) {
+  const Line& line = call.text.lines[i];
   Slot& slot = storage.slots[p];
   slot.shape = x.sizes().data();
   slot.stride = x.strides().data();
-  const bool is_other = given && given != &line.shapes[0];
+  const bool is_other = has_other_shape(call, i);
   if (!is_other && (!line.any_shape || x.dim() == rank)) return;
   auto &shape = storage.shape[p], &stride = storage.stride[p];
   TORCH_CHECK(is_other || x.dim() <= rank, call.op.name, ": expected `", line.name, "` of at most ",
@@ -192,8 +198,7 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
   size_t p = 0;
   const auto set_tensor = [&](int i, const Tensor& x, void* data) {
     storage.slots[p].data = data ? data : empty;  // not nullptr, which would be an absent tensor
-    lay_out(call, call.text.lines[i], call.shapes[i], x, kernel.parameters[p].rank, int(p),
-            storage);
+    lay_out(call, i, x, kernel.parameters[p].rank, int(p), storage);
   };
   for (const int i : owner.lines) {
     if (i < 0) continue;  // output_mask
@@ -204,8 +209,7 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
           call.op.has(i) ? call.stack[call.op.argument[i]] : *owner.at_line(i).default_value();
       set_value(line, parameter.kind, value, storage.slots[p], storage);
     } else if (const Tensor& x = *call.tensors[i]; x.defined()) {
-      const bool is_other = call.shapes[i] && call.shapes[i] != &line.shapes[0];
-      const Layout layout = is_other ? Layout::kContiguous : parameter.layout;
+      const Layout layout = has_other_shape(call, i) ? Layout::kContiguous : parameter.layout;
       const Tensor& taken = as_taken(x, parameter.type, layout, storage.owned);
       set_tensor(i, taken, const_cast<void*>(taken.const_data_ptr()));
     }

@@ -88,6 +88,7 @@ struct Joined {
     bool can_be_joined = true;
     int at = -1;  // -1: none
     SymInt size{};
+    bool is_leading = false;  // `...`, of which the items are one more dimension
   };
 
   // Only one dimension can be joined, which is one size. In another shape it has the same
@@ -104,7 +105,9 @@ struct Joined {
       if (!(contract::sizes_of(shape[d]) & item.text.joined)) continue;
       const int size = contract::bare(shape[d]);
       if (found.at >= 0 || size < 0 || !begins_like_first) return {false};
-      found = {true, int(d), item.sizes[size]};
+      const bool is_leading = size == item.text.leading;
+      const size_t more = line.has_leading && d > 0 ? item.leading.size() - 1 : 0;
+      found = {true, int(d + more), item.sizes[size], is_leading};
     }
     const uint32_t split = line.whole < 0 ? 0 : contract::sizes_of(line.parts) | 1u << line.whole;
     if (split & item.text.joined) return {false};
@@ -133,6 +136,7 @@ struct Joined {
       shifted = shifted_by(x, rows).to(type);
       is_shifted = true;
     }
+    if (joined.is_leading) return shifted;
     return shifted.movedim(0, joined.at).flatten(joined.at, joined.at + 1);
   }
 
@@ -181,10 +185,11 @@ struct Joined {
   tensor_list separate(tensor_list results) const {
     for (size_t i = 0; i < results.size(); ++i) {
       const Dimension joined = dimension(op.result_lines[i]);
-      results[i] =
-          op.is_wanted(given.arguments.data(), i)
-              ? results[i].unflatten_symint(joined.at, {items, joined.size}).movedim(joined.at, 0)
-              : results[i].unflatten_symint(0, {items, 0});
+      if (!op.is_wanted(given.arguments.data(), i))
+        results[i] = results[i].unflatten_symint(0, {items, 0});
+      else if (!joined.is_leading)
+        results[i] =
+            results[i].unflatten_symint(joined.at, {items, joined.size}).movedim(joined.at, 0);
     }
     return results;
   }

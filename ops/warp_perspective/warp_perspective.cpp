@@ -126,9 +126,9 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   for each number of the image, as four images of float32. Derivatives beyond the first also call
   PyTorch's operators. Autocast changes nothing.
 
-image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
+image          any shape; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                [N, C, H, W], [C, H, W] or [H, W], with any strides.
-warp           [...]; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
+warp           any shape; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
                (x, y, 1) of the source to the destination. A common factor of its entries has no
                effect.
 dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
@@ -142,9 +142,9 @@ border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "tra
 border_value   The v of border_mode: a float for all channels, or a list with one for each. None or
                [] is 0. It is converted to image's dtype.
 inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
-destination    [...]; like image. It has the shape of the result, and is given if border_mode is
+destination    any shape; like image. It has the shape of the result, and is given if border_mode is
                "transparent". It is copied, not written to.
-result         [...]; like image. Of shape [N, C, height, width], [C, height, width],
+result         any shape; like image. Of shape [N, C, height, width], [C, height, width],
                [N, height, width] or [height, width].
 )",
                          kDerivativesOfWarp, kChecks);
@@ -174,9 +174,9 @@ _warp_perspective_motion_backward(Tensor grad_motion, Tensor matrices, Tensor le
                                   bool inverse_map) -> Tensor grad_right
   Gradient for `right` from that for the motion.
 
-grad_result    [...]; like image. The gradient of the result, or of its slope.
-image          [...]; float16, bfloat16, float32 or float64.
-warp           [...]; float32 or float64 read as float64.
+grad_result    any shape; like image. The gradient of the result, or of its slope.
+image          any shape; float16, bfloat16, float32 or float64.
+warp           any shape; float32 or float64 read as float64.
 interpolation  "linear", "cubic" or "nearest".
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent".
 border_value   As for calcops::warp_perspective.
@@ -184,7 +184,7 @@ inverse_map    As for calcops::warp_perspective.
 order_x        0 to 1000. How often the result is differentiated for x.
 order_y        0 to 1000. How often it is differentiated for y.
 motion         [M, 3, height, width]; float64.
-slope          [...]; like image.
+slope          any shape; like image.
 matrices       [M, 3, 3]; float64. Like warp.
 left           [M, 3, 3]; float64.
 right          [M, 3, 3]; float64.

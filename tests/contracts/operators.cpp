@@ -212,11 +212,11 @@ const calcops::Check kScaledChecks[] = {{"scaled", check_scaled}};
 const Contract kScaled(R"(
 scaled(Tensor image, Tensor gain, SymInt[2] size=[], str mode="plain") -> Tensor part
   The upper left part of an image times a gain, with zeros where there is no image.
-image   [...]; uint8, float16, float32 or float64. Of shape [C, H, W] or [H, W].
+image   any shape; uint8, float16, float32 or float64. Of shape [C, H, W] or [H, W].
 gain    []; like image.
 size    Height and width of the part. Empty: those of the image.
 mode    "plain" or "rounded".
-part    [...]; like image.
+part    any shape; like image.
 )",
                        kScaledDerivatives, kScaledChecks);
 
@@ -265,6 +265,83 @@ void looked_up(View<const double, 2> table, View<const int64_t, 2> index, View<d
       rows.data[i * table.shape[1] + c] = index.data[i] < 0 ? 0 : table(index.data[i], c);
 }
 const Kernel kLookUpCpu("looked_up", looked_up);
+
+// ---- tensors of any number of dimensions --------------------------------------------------------
+
+const Derivative kSquaredDerivatives[] = {
+    {"squared",
+     [](const Value* arguments, const Value* upstream, Value* gradients) {
+       gradients[0] = Value::call("_squared_backward", upstream[0], arguments[0]);
+     }},
+    {"_squared_backward", [](const Value* arguments, const Value* upstream, Value* gradients) {
+       gradients[0] = upstream[0] * arguments[1] * 2;
+       gradients[1] = upstream[0] * arguments[0] * 2;
+     }}};
+
+const Contract kElementwise(R"(
+squared(Tensor x) -> Tensor y
+_squared_backward(Tensor grad_y, Tensor x) -> Tensor x
+plus(Tensor x, Tensor? shift=None) -> Tensor y
+row_lengths(Tensor row) -> Tensor length
+columns(Tensor image) -> Tensor sums
+taken(Tensor values, Tensor place) -> Tensor picked
+x       [...]; float32 or float64.
+y       [...]; like x.
+grad_y  [...]; like x.
+shift   [...]; like x.
+row     [..., K]; float64; K <= 4.
+length  [...]; float64.
+image   [..., H, W]; float64.
+sums    [..., W]; float64.
+values  [N]; float64.
+place   [..., K]; int64; entries 0 <= j < N at item, slot.
+picked  [..., K]; float64.
+vmap    joins ..., H
+)",
+                            kSquaredDerivatives);
+
+template <class Real>
+void squared(View<const Real, 1> x, View<Real, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = x(i) * x(i);
+}
+
+template <class Real>
+void squared_backward(View<const Real, 1> grad_y, View<const Real, 1> x, View<Real, 1> grad_x) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) grad_x(i) = 2 * grad_y(i) * x(i);
+}
+
+template <class Real>
+void plus(View<const Real, 1> x, View<const Real, 1> shift, View<Real, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = x(i) + (shift ? shift(i) : 1);
+}
+
+void row_lengths(Strided<const double, 2> row, View<double, 1> length) {
+  for (int64_t i = 0; i < row.shape[0]; ++i) {
+    length(i) = 0;
+    for (int64_t k = 0; k < row.shape[1]; ++k) length(i) += row(i, k) * row(i, k);
+    length(i) = std::sqrt(length(i));
+  }
+}
+
+void columns(View<const double, 3> image, View<double, 2> sums) {
+  const auto [items, height, width] = image.shape;
+  for (int64_t i = 0; i < items; ++i)
+    for (int64_t x = 0; x < width; ++x) {
+      sums(i, x) = 0;
+      for (int64_t y = 0; y < height; ++y) sums(i, x) += image(i, y, x);
+    }
+}
+
+void taken(View<const double, 1> values, View<const int64_t, 2> place, View<double, 2> picked) {
+  for (int64_t i = 0; i < place.shape[0] * place.shape[1]; ++i)
+    picked.data[i] = values(place.data[i]);
+}
+const Kernel kSquaredCpu("squared", squared<float>, squared<double>);
+const Kernel kSquaredBackwardCpu("_squared_backward", squared_backward<float>,
+                                 squared_backward<double>);
+const Kernel kPlusCpu("plus", plus<float>, plus<double>);
+const Kernel kRowLengthsCpu("row_lengths", row_lengths), kColumnsCpu("columns", columns);
+const Kernel kTakenCpu("taken", taken);
 
 // Entries of small dtypes, and limits of one item's size.
 const Contract kNext(R"(
@@ -410,7 +487,7 @@ unset(Tensor x) -> Tensor any
 number(Tensor x) -> Tensor any
 needless(Tensor x) -> Tensor own
 x    [N]; float64.
-any  [...]; like x.
+any  any shape; like x.
 own  [N]; like x.
 )",
                       kWrongChecks);
@@ -695,8 +772,8 @@ void doubled(View<const double, 1> x, View<double, 1> y, View<int64_t, 1> sign) 
 }
 const Kernel kDoubledCpu("doubled", doubled);
 
-const Derivative kOfSquared[] = {
-    {"squared",
+const Derivative kOfStepped[] = {
+    {"stepped",
      [](const Value* arguments, const Value* up, Value* gradients) {
        gradients[0] = up[0] * arguments[0] * 2;
      },
@@ -705,22 +782,22 @@ const Derivative kOfSquared[] = {
      }}};
 
 const Contract kWithIndices(R"(
-squared(Tensor x, Tensor index) -> (Tensor y, Tensor next)
+stepped(Tensor x, Tensor index) -> (Tensor y, Tensor next)
 x      [N]; float64.
 index  [N]; int32 or int64.
 y      [N]; like x.
 next   [N]; like index.
 )",
-                            kOfSquared);
+                            kOfStepped);
 
 template <class Integer>
-void squared(View<const double, 1> x, View<const Integer, 1> index, View<double, 1> y,
+void stepped(View<const double, 1> x, View<const Integer, 1> index, View<double, 1> y,
              View<Integer, 1> next) {
   for (int64_t i = 0; i < x.shape[0]; ++i) {
     y(i) = x(i) * x(i);
     next(i) = index(i) + 1;
   }
 }
-const Kernel kSquaredCpu("squared", squared<int32_t>, squared<int64_t>);
+const Kernel kSteppedCpu("stepped", stepped<int32_t>, stepped<int64_t>);
 
 }  // namespace

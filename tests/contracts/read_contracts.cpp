@@ -83,8 +83,8 @@ std::string answer(std::string text) {
   try {
     prove(std::istringstream(text));
     return "ok";
-  } catch (const std::exception& error) {
-    return error.what();
+  } catch (const contract::Mistake& mistake) {
+    return "line " + std::to_string(mistake.number) + ": " + mistake.what();
   }
 }
 

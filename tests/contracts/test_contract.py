@@ -220,7 +220,7 @@ MISTAKES = {
     "a clause that is not in the language": (
         "[N]; like x.",
         "about N.",
-        "line 4: `y`: expected a clause, or text that begins with a capital letter, got `about`",
+        "wrong.cpp:14: contract: `y`: expected a clause, or text that begins with a capital letter, got `about`",
     ),
     "a kernel that no contract names": (
         '"doubled", doubled<float>',
@@ -230,7 +230,7 @@ MISTAKES = {
     "an operator without kernels": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor z\nz  [N]; like x.\n",
-        'line 3: no kernel of halved; add: const calcops::Kernel cpu("halved", function)',
+        'wrong.cpp:13: contract: no kernel of halved; add: const calcops::Kernel cpu("halved", function)',
     ),
     "kernels beside those of another operator": (
         "doubled(Tensor x) -> Tensor y\n",
@@ -240,7 +240,7 @@ MISTAKES = {
     "a dtype that no kernel takes": (
         "doubled<float>, ",
         "",
-        "line 2: no kernel of doubled on the CPU takes float32 `x`",
+        "contract: no kernel of doubled on the CPU takes float32 `x`",
     ),
     "two dtypes that no kernel takes together": (
         "template <class Real>",
@@ -256,7 +256,7 @@ template <class Real>""",
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor y\nf(Tensor x) -> Tensor y\n"
         "kernels  f of halved; halved of doubled\n",
-        "line 3: no kernel of halved",
+        "wrong.cpp:13: contract: no kernel of halved",
     ),
     "two kernels of the same types": (
         "doubled<float>, ",
@@ -276,19 +276,24 @@ template <class Real>""",
     "a float as the default of an int": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x, int k=.5) -> Tensor y\nk  >= 0.\n",
-        "line 2: `doubled`: the default of `k` is no int",
+        "wrong.cpp:12: contract: `doubled`: the default of `k` is no int",
     ),
     "two checks of an operator": (')");', ')", checks);', "two checks of doubled"),
     "an operator in two contracts": (
         "template <class Real>",
         'const Contract again("doubled(Tensor x) -> Tensor y\\nx [N]; float64.\\ny [N]; float64.");\n'
         "template <class Real>",
-        "doubled has another contract at",
+        "wrong.cpp:17, line 1 of the text: contract: wrong::doubled has another contract at",
     ),
     "shapes that no check sets": (
         "[N]; like x.",
-        "[...]; like x.",
+        "any shape; like x.",
         "a Check of doubled must set the shape of `y`",
+    ),
+    "shapes that no check examines": (
+        "[N]; float32 or float64.\ny  [N];",
+        "any shape; float32 or float64.\ny  [];",
+        "a Check of doubled must examine the shape of `x`",
     ),
 }
 PARTS = """

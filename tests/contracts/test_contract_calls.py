@@ -56,6 +56,101 @@ def test_vmap_joins_no_size_that_is_a_part_of_another(mine, shape):
     assert torch.equal(vmap(mine.split, (0, None))(z, table), z * 6)
 
 
+# ---- leading dimensions --------------------------------------------------------------------------
+
+OF_ANY_RANK = {
+    "one dimension": torch.randn(5, **float64),
+    "three dimensions": torch.randn(2, 5, 3, **float64),
+    "ten dimensions": torch.randn([1, 2] * 5, **float64),
+    "a scalar": torch.randn((), **float64),
+    "no elements": torch.randn(2, 0, 3, **float64),
+    "a transposed tensor": torch.randn(4, 3, **float64).T,
+    "an expanded tensor": torch.randn(3, 1, **float64).expand(3, 4),
+    "a tensor with gaps": torch.randn(4, 6, **float64)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("case", OF_ANY_RANK)
+def test_leading_dimensions_are_one_dimension_of_the_kernel(mine, case):
+    x = OF_ANY_RANK[case]
+    assert torch.equal(mine.squared(x), x * x)
+    assert torch.equal(mine.plus(x), x + 1)
+    assert torch.equal(mine.plus(x, x.clone()), x + x)
+    assert mine.squared(x.to("meta")).shape == x.shape
+    if x.dim() > 0:
+        row = x[..., :4]
+        torch.testing.assert_close(mine.row_lengths(row), row.norm(dim=-1))
+    if x.dim() > 1:
+        torch.testing.assert_close(mine.columns(x), x.sum(-2))
+
+
+def test_leading_dimensions_count_as_one_position_of_an_entry(mine):
+    values, place = torch.randn(5, **float64), torch.randint(5, (2, 3, 4))
+    assert torch.equal(mine.taken(values, place), values[place])
+    place[1, 2, 3] = 5
+    with pytest.raises(
+        RuntimeError, match="`place` entries 0 <= j < N = 5, got 5 at item 5, slot 3"
+    ):
+        mine.taken(values, place)
+
+
+def test_other_leading_dimensions_are_refused(mine):
+    def message(function, *shapes):
+        with pytest.raises(RuntimeError) as error:
+            function(*(torch.ones(shape, **float64) for shape in shapes))
+        return str(error.value).partition(": ")[2]
+
+    of_shape = "expected `shift` of shape [...] ="
+    assert message(mine.plus, (2, 5), (2, 4)) == f"{of_shape} [2, 5], got [2, 4]"
+    assert message(mine.plus, (2, 5), (10,)) == f"{of_shape} [2, 5], got [10]"
+    assert message(mine.plus, (), (1,)) == f"{of_shape} [], got [1]"
+    assert message(mine.row_lengths, ()) == "expected `row` of shape [..., K], got []"
+    assert message(mine.row_lengths, (2, 5)) == "expected `row` with K <= 4, got [2, 5]"
+    assert message(mine.columns, (3,)) == "expected `image` of shape [..., H, W], got [3]"
+
+
+def test_derivatives_compile_and_export_take_leading_dimensions(mine):
+    x = torch.randn(2, 3, requires_grad=True, **float64)
+    assert torch.autograd.gradcheck(mine.squared, x, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(mine.squared, x)
+    opcheck(mine.squared, (x,), {})
+    opcheck(mine.row_lengths, (torch.randn(2, 2, 3, **float64),), {})
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return mine.plus(mine.squared(x), x)
+
+    compiled = torch.compile(Model(), fullgraph=True, dynamic=True, backend="eager")
+    sizes = {0: torch.export.Dim("rows")}
+    program = torch.export.export(Model(), (x.detach(),), dynamic_shapes=(sizes,)).module()
+    for rows in 4, 7:
+        x = torch.randn(rows, 3, **float64)
+        assert torch.equal(compiled(x), x * x + x)
+        assert torch.equal(program(x), x * x + x)
+
+
+@pytest.mark.parametrize("name", ["squared", "row_lengths", "plus"])
+def test_vmap_joins_leading_dimensions_to_one_call(mine, name):
+    function = getattr(mine, name)
+    x = torch.randn(5, 2, 3, **float64)
+    for dimension in 0, 1:
+        actual = vmap(function, dimension)(x)
+        assert torch.equal(actual, torch.stack([function(item) for item in x.unbind(dimension)]))
+    graph = make_fx(vmap(function))(x)
+    assert sum("contracts" in str(node.target) for node in graph.graph.nodes) == 1
+    assert vmap(function)(x[:0]).shape == function(x)[:0].shape
+
+
+def test_vmap_separates_items_that_have_no_common_leading_dimensions(mine):
+    x, values = torch.randn(4, 2, 3, **float64), torch.randn(2, 5, **float64)
+    assert torch.equal(vmap(mine.columns)(x), x.sum(-2))
+    assert torch.equal(vmap(mine.plus, (0, None))(x, x[0]), x + x[0])
+    place = torch.randint(5, (3, 4))
+    assert torch.equal(vmap(mine.taken, (0, None))(values, place), values[:, place])
+    with pytest.raises(RuntimeError, match=r"of shape \[...\] = \[2, 3\], got \[1, 3\]"):
+        vmap(mine.plus)(x, x[:, :1])
+
+
 # ---- a Check -------------------------------------------------------------------------------------
 
 
@@ -383,9 +478,9 @@ def test_a_result_of_integers_beside_one_of_floats_has_no_derivative(mine):
 
 def test_a_result_like_integers_beside_one_of_floats_has_no_derivative(mine):
     x, index = torch.randn(4, **float64, requires_grad=True), torch.arange(4)
-    y, following = mine.squared(x, index)
+    y, following = mine.stepped(x, index)
     assert (y.requires_grad, following.requires_grad) == (True, False)
-    assert torch.autograd.gradcheck(lambda x: mine.squared(x, index)[0], x, check_forward_ad=True)
+    assert torch.autograd.gradcheck(lambda x: mine.stepped(x, index)[0], x, check_forward_ad=True)
 
 
 def test_a_batched_argument_that_the_caller_expanded_has_a_gradient_for_each_item(mine):

@@ -52,6 +52,7 @@ RIGHT = {
     "like a later line": tensors(
         "f(Tensor x, Tensor z) -> Tensor y", x="[N]; like z.", z="[N]; float32.", y="[N]; like z."
     ),
+    "leading dimensions": contract("[..., N]; float64."),
     "entries before the shape": contract("entries 0 <= j < N at row; [N]; int64."),
     "text only": contract(n="float t", t="Not a clause. Like this."),
     "no full stop": contract("[N]; float64"),
@@ -117,6 +118,13 @@ WRONG_TENSORS = {
     "[N] or [N, 1, 1, 1, 1, 1, 1, 1, 1]; float64.": "more than 8 dimensions",
     "[N*9223372036854775807*2]; float64.": "a number is too large",
     "[N or 1]; float64.": "expected `]`, got `or`",
+    "[N, ...]; float64.": "expected `...` as the first dimension, as in [..., N] in `[N, ...]`",
+    "[..., ...]; float64.": "expected `...` as the first dimension",
+    "[..., N] or [N]; float64.": "expected one shape, since it has `...`",
+    "[N] or [...]; float64.": "expected one shape, since it has `...`",
+    "[2*...]; float64.": "expected a size, such as N, 3, 2N or N + M, got `...`",
+    "any; float64.": "expected `shape`, got `;`",
+    "any shape or [N]; float64.": "expected `;`, or the full stop that ends the clauses, got `or`",
 }
 # {argument: its line: message}
 WRONG_NUMBERS = {
@@ -157,13 +165,13 @@ WRONG_NUMBERS = {
 }
 # A contract, with bars between its lines, and below it the message.
 WRONG_CONTRACTS = """
-f(Tensor x, Tensor e) -> Tensor y | x [N]; float64. | e [...]; int64; entries 0 <= j < N at row. | y [N]; like x.
+f(Tensor x, Tensor e) -> Tensor y | x [N]; float64. | e any shape; int64; entries 0 <= j < N at row. | y [N]; like x.
     `at` names the dimensions of entries
 f(Tensor w, Tensor? x=None) -> Tensor x | w [N]; float64. | x [N]; like w.
     a result is always there
 f(Tensor x) -> Tensor y | x [N]; int64. entries 0 <= j < N at row. | y [N]; like x.
     text begins with a capital letter, got `entries 0 <= j < N a`
-f(Tensor x, Tensor? e) -> Tensor y | x [N]; float64. | e [...]; int64; entries 0 <= j < N; 0 where absent. | y [N]; like x.
+f(Tensor x, Tensor? e) -> Tensor y | x [N]; float64. | e any shape; int64; entries 0 <= j < N; 0 where absent. | y [N]; like x.
     got `where` in `0 where absent`
 f.a(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
     expected a name without a point
@@ -201,6 +209,12 @@ f(Tensor x, Tensor z) -> Tensor y | x [N]; like z. | z [N]; float64. | y [N]; li
     `y`: `like` is for a tensor that has dtypes
 f(Tensor x, int k) -> Tensor y | x [N]; like k. | k >= 0. | y [N]; like x.
     no tensor is named k
+f(Tensor x) -> Tensor y | x [N]; float64. | y [...]; like x.
+    no argument that is always given has the size `...` in f
+f(Tensor x, Tensor? z) -> Tensor y | x [N]; float64. | z [..., N]; like x. | y [...]; like x.
+    no argument that is always given has the size `...` in f
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins ...
+    no tensor above has the size ...
 f(Tensor x) -> Tensor y | x [N]; float64. | y [M]; like x.
     no argument that is always given has the size M in f
 f(Tensor x, Tensor? z) -> Tensor y | x [N]; float64. | z [M]; like x. | y [M]; like x.

@@ -323,8 +323,8 @@ struct Composition {
 // contract's own checks are done.
 struct Check {
   const char* op;
-  // Throws by refuse(). Sets the shapes of the results whose contract says [...], as lists of
-  // sizes. It may also give a tensor that is absent.
+  // Throws by refuse(). Sets the shapes of the results whose contract says `any shape`, as lists
+  // of sizes. It may also give a tensor that is absent.
   void (*function)(Value* arguments, Value* result_shapes);
 };
 
