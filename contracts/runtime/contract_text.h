@@ -176,7 +176,7 @@ class Reader {
     end_ = std::min(source_.find_first_not_of(" \t\r\n"), source_.size());
     while (end_ < source_.size()) {
       begin_ = end_;
-      number_ = 1 + int(std::count(source_.begin(), source_.begin() + ptrdiff_t(begin_), '\n'));
+      number_ = line_number(begin_);
       // Indented and empty lines continue a line.
       do end_ = next_line(end_);
       while (is_space(source_[end_]));
@@ -190,6 +190,7 @@ class Reader {
       tokens_.clear();
     }
     name_.clear();
+    for (const auto& [begin, end] : documentation_) check_documentation(begin, end);
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
     return std::move(text_);
   }
@@ -251,6 +252,10 @@ class Reader {
 
   size_t next_line(size_t from) const { return source_.find('\n', from) + 1; }
 
+  int line_number(size_t at) const {
+    return 1 + int(std::count(source_.begin(), source_.begin() + ptrdiff_t(at), '\n'));
+  }
+
   size_t skip_spaces(size_t at) const {
     while (at < end_ && is_space(source_[at])) ++at;
     return at;
@@ -272,7 +277,7 @@ class Reader {
     } else if (first == '"') {
       end = source_.find_first_of("\"\n", end);
       if (source_[end] == '"') return {Token::kString, text(at + 1, end), at, end + 1};
-    } else if ((first == '<' || first == '>') && source_[end] == '=') {
+    } else if ((first == '<' || first == '>' || first == '=') && source_[end] == '=') {
       ++end;
     } else if (source_.compare(at, 3, "...") == 0) {
       end += 2;
@@ -404,6 +409,7 @@ class Reader {
     if (results < end_ && source_[results] == '(') results = source_.find(')', results);
     const size_t stop = results < end_ ? next_line(results) : end_;
 
+    documentation_.emplace_back(stop, end_);
     std::string documentation;
     for (size_t at = stop; at < end_; at = next_line(at)) {
       const std::string line = text(at, next_line(at));
@@ -458,15 +464,76 @@ class Reader {
     });
   }
 
-  // Text begins with a capital letter and is no formula, so that no clause is taken for text.
-  void check_text(size_t at) const {
+  // Raise an error if text reads like a clause, so that no clause is taken for text.
+  void check_text(size_t at) {
     if (at < end_ && !is_capital(source_[at]))
       fail("text begins with a capital letter, got `" + joined(text(at, std::min(at + 20, end_))) +
            '`');
-    while (at < end_ && is_name_part(source_[at])) ++at;
-    at = skip_spaces(at);
-    if (at < end_ && std::string("<>=*^[]").find(source_[at]) != std::string::npos)
-      fail("expected a clause, or text that is no formula");
+    while (at < end_) {
+      tokens_.push_back(token_at(at));
+      at = skip_spaces(tokens_.back().end);
+    }
+    tokens_.resize(tokens_.size() + 3, {Token::kEnd, "", end_, end_});
+    for (next_ = clause_ = 0; next_ + 3 < tokens_.size(); ++next_) {
+      if ((next_ == clause_ && begins_clause()) || is_comparison() || is_range())
+        fail("text that reads like a clause",
+             "\n  Clauses end at the first full stop. Text has no <, > or ==, and no range such as "
+             "1 "
+             "to 5.\n  No sentence of it begins like a clause, for example with `entries` or "
+             "`like`.");
+      if (peek().kind == Token::kEnd || is_next(";")) clause_ = next_ + 1;
+    }
+    tokens_.clear();
+  }
+
+  // Return whether the next tokens begin a clause other than a limit or bounds.
+  bool begins_clause() const {
+    std::string word = peek().text;
+    if (peek().kind == Token::kString) {
+      const Token& second = tokens_[next_ + 1];
+      return second.kind == Token::kEnd || second.text == "," || second.text == "or";
+    }
+    std::transform(word.begin(), word.end(), word.begin(),
+                   [](unsigned char c) { return char(std::tolower(c)); });
+    for (const char* const begin : {"[", "like", "entries", "constant", "vmap"})
+      if (word == begin) return true;
+    if (word == "with") return tokens_[next_ + 2].text == "=";  // with K = T*M
+    return type_named(word) != Type::kNone || (word == "any" && tokens_[next_ + 1].text == "shape");
+  }
+
+  bool is_comparison() const {
+    for (const char* const sign : {"<", "<=", ">", ">=", "==", "≤", "≥"})
+      if (is_next(sign)) return true;
+    return false;
+  }
+
+  // Return whether the next tokens are like `1 to 5`.
+  bool is_range() const {
+    const Token& end = tokens_[next_ + 2];
+    return peek().kind == Token::kNumber && tokens_[next_ + 1].text == "to" &&
+           (end.kind == Token::kNumber || end.text == "-");
+  }
+
+  // Raise an error if a line of a schema's documentation is that of an argument or of `vmap`.
+  void check_documentation(size_t at, size_t end) {
+    for (; at < end; at = next_line(at)) {
+      end_ = next_line(at);
+      const Token name = token_at(skip_spaces(at));
+      if (name.text != "vmap" && text_.line(name.text) < 0) continue;
+      size_t next = name.end;
+      for (tokens_.clear(); tokens_.size() < 3; next = tokens_.back().end)
+        tokens_.push_back(token_at(skip_spaces(next)));
+      next_ = 0;
+      const std::string gap = text(name.end, tokens_[0].begin);
+      const bool is_column = gap.size() > 1 || gap == "\t";
+      if (tokens_[0].kind != Token::kEnd && (is_column || (!gap.empty() && begins_clause()))) {
+        number_ = line_number(at);
+        tokens_.clear();
+        fail("documentation that reads like the line of `" + name.text +
+             "`, which begins in the first column");
+      }
+    }
+    tokens_.clear();
   }
 
   // ---- clauses ----------------------------------------------------------------------------------
@@ -639,6 +706,8 @@ class Reader {
   std::vector<Token> tokens_;     // of its clauses
   size_t next_ = 0, clause_ = 0;  // the next token, and the first one of the clause
   const char* form_ = "";         // a legal form of the clause
+  // Begin and end of each schema's documentation.
+  std::vector<std::pair<size_t, size_t>> documentation_;
   Text text_;
 };
 

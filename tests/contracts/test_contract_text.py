@@ -54,7 +54,7 @@ RIGHT = {
     ),
     "leading dimensions": contract("[..., N]; float64."),
     "entries before the shape": contract("entries 0 <= j < N at row; [N]; int64."),
-    "text only": contract(n="float t", t="Not a clause. Like this."),
+    "text only": contract(n="float t", t="Not a clause. As this."),
     "no full stop": contract("[N]; float64"),
     "a schema of many lines": "f(Tensor\n  x)\n  -> Tensor y\nx [N]; float64.\ny [N]; like x.",
     "a result of which only the gradient is given": tensors(
@@ -81,7 +81,7 @@ RIGHT = {
 
 # Contracts that are wrong, and what their errors say: {line of the tensor x: message}.
 WRONG_TENSORS = {
-    "[N]; float64. N >= 2.": "expected a clause, or text that is no formula",
+    "[N]; float64. N >= 2.": "text that reads like a clause in `N >= 2`",
     "[N]; float64. constant.": "text begins with a capital letter, got `constant.`",
     "[N, 2.5]; float64.": "expected an integer in `[N, 2.5]`",
     "[N]; float64; not float16.": "got `float16` in `not float16`",
@@ -155,7 +155,7 @@ WRONG_NUMBERS = {
     "int k: (h, w).": "got `(` in `(h, w)`",
     "float t: > 0. and < 1.": "text begins with a capital letter, got `and < 1.`",
     "int k: 5.": "expected `to`",
-    "int k: N > 0.": "text that is no formula",
+    "int k: N > 0.": "text that reads like a clause in `N > 0`",
     "int k: >= 0. 0 to 5.": "text begins with a capital letter, got `0 to 5.`",
     'str s: "a" or "b". "c".': "text begins with a capital letter",
     'str] s: "a" or "b".': "expected ident but found",
@@ -338,6 +338,62 @@ def read():
 @pytest.mark.parametrize("case", [*RIGHT, *RIGHT_KERNELS])
 def test_a_right_contract_is_read(case, read):
     assert read({**RIGHT, **RIGHT_KERNELS}[case]) == "ok"
+
+
+CLAUSES = [
+    *(
+        "[N, 3]",
+        "[...]",
+        "[N] or [N, 1]",
+        "with K = T*M",
+        "any shape",
+        "float64",
+        "int32 or int64 read as int64",
+    ),
+    *("like x", "constant", "entries 0 <= j < N at edge", "entries -1 or 0 <= j < N"),
+    *("N >= 1", "n*K < 2^32 on CUDA", "N > 3", "N ≤ 3", "0 to 5", "-5 to 2^40", "> 0", "<= 2.5"),
+    *('"a" or "b"', '"a", "b" or "c"', "vmap joins N"),
+]
+# Where a clause could be lost in a line of the argument `k` or `x`.
+PLACES = {
+    "behind the full stop": lambda clause: contract(f"[N]; float64. {clause}."),
+    "below the full stop": lambda clause: contract(f"[N]; float64.\n   {clause}."),
+    "behind a sentence": lambda clause: contract(f"[N]; float64. Text of two words. {clause}."),
+    "behind a semicolon": lambda clause: contract(f"[N]; float64. The rows; {clause}."),
+    "between sentences": lambda clause: contract(f"[N]; float64. Rows. {clause}. More text."),
+    "behind the text of a number": lambda clause: contract(n="float k", k=f"Text. {clause}."),
+    "behind a bound": lambda clause: contract(n="float k", k=f"> 1. {clause}."),
+    "in the documentation": lambda clause: contract().replace("\nx ", f"\n  x  {clause}.\nx ", 1),
+    "below a summary": lambda clause: contract().replace(
+        "\nx ", f"\n  Sum.\n\n\tx\t{clause}\nx ", 1
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_clause_is_lost_in_text(place, read):
+    for clause in CLAUSES:
+        for written in clause, clause[0].upper() + clause[1:]:
+            assert read(PLACES[place](written)) != "ok", written
+
+
+TEXTS = [
+    "Distances, of pairs such as (i, j) or [3, 4].",
+    'One of 2 or 3 rows. "nearest" rounds to 1e-7; the rest do not.',
+    "A number between 0.5 and 2. Any number of it, unlike x.",
+    "Up to 5 rows, from row 3 to the last. It is 3 times as large.",
+]
+DOCUMENTATIONS = [
+    "The rows of x, and y = 2*x.\n\n  x is read twice, and y is like x.\n  y = 2*x, so x > 0.",
+    'For x in [0, 1], or\n  x "as" it is.\n\n  x\n  y\n  vmap is quick.',
+]
+
+
+def test_text_and_documentation_that_read_like_prose_are_accepted(read):
+    for text in TEXTS:
+        assert read(contract(f"[N]; float64. {text}")) == "ok"
+    for text in DOCUMENTATIONS:
+        assert read(contract().replace("\nx ", f"\n  {text}\nx ", 1)) == "ok"
 
 
 @pytest.mark.parametrize("text, message", [*wrong_contracts(), *WRONG_KERNELS.values()])
