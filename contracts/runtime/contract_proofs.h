@@ -321,7 +321,7 @@ class Prover {
     for (const int i : op.tensors) {
       const Line& line = text_.lines[i];
       uint32_t used = sizes_of(line.entries.below);
-      for (const Limit& limit : line.limits) used |= sizes_of(limit.sum);
+      for (const Limit& limit : line.limits) used |= sizes_of(limit.sum) | sizes_of(limit.bound);
       require_known(op, line, used & ~known_after(line, known));
     }
     for (const int i : op.result_lines)

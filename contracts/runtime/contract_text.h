@@ -67,11 +67,12 @@ struct Bound {
   bool whole = true;   // an integer
 };
 
-// `n*K < 2^32 on CUDA` or `cells >= 1`
+// `n*K < 2^32 on CUDA`, `K <= N` or `N % 4 == 0`
 struct Limit {
-  Sum sum;
-  Bound bound;
-  std::string text;
+  Sum sum, bound;
+  Compare compare = Compare::kLess;
+  int64_t divisor = 0;  // of `N % 4 == 0`, whose bound is 0
+  std::string text;     // without `on CUDA`
   bool on_cuda = false;
 };
 
@@ -271,6 +272,13 @@ class Reader {
     if (is_digit(first)) {
       kind = Token::kNumber;
       while (is_digit(source_[end]) || (source_[end] == '.' && is_digit(source_[end + 1]))) ++end;
+      const size_t sign = end + 1;
+      const bool has_exponent = source_[end] == 'e' || source_[end] == 'E';
+      const bool has_sign = has_exponent && (source_[sign] == '-' || source_[sign] == '+');
+      if (has_exponent && is_digit(source_[sign + has_sign])) {
+        end = sign + has_sign;
+        while (is_digit(source_[end])) ++end;
+      }
     } else if (is_name_part(first)) {
       kind = Token::kName;
       while (is_name_part(source_[end])) ++end;
@@ -339,13 +347,13 @@ class Reader {
     return a;
   }
 
-  // Read a number such as 12, -5, 2^40 or 0.5.
+  // Read a number such as 12, -5, 2^40, 0.5 or 1e-6.
   Bound take_number(Compare compare) {
     Bound number{compare};
     const size_t begin = next_;
     const int sign = accept("-") ? -1 : 1;
     const std::string digits = take(Token::kNumber, "a number");
-    number.whole = digits.find('.') == std::string::npos;
+    number.whole = digits.find_first_of(".eE") == std::string::npos;
     if (number.whole) {
       const int64_t base = number_in<int64_t>(digits);
       number.integer = sign * base;
@@ -541,10 +549,11 @@ class Reader {
   void read_clause(Line& line) {
     const Token next = peek();
     const bool is_name = next.kind == Token::kName, is_number = next.kind == Token::kNumber;
+    const bool is_bound = next.text[0] == '<' || next.text[0] == '>';
     const auto is = [&](bool condition, const char* kind, const char* form) {
       if (!condition) return false;
       form_ = form;
-      if (kind != std::string("limit") &&
+      if (kind != std::string("limit") && !is_bound &&
           std::count(line.clauses.begin(), line.clauses.end(), kind))
         fail("a second clause of the same kind");
       line.clauses.push_back(kind);
@@ -567,11 +576,12 @@ class Reader {
     else if (is(next.kind == Token::kString, "strings", "\"a\", \"b\" or \"c\""))
       read_list(
           [&] { add_new(line.choices, take(Token::kString, "a string in quotation marks")); });
-    else if (is(line.is_tensor() && (is_name || is_number), "limit", "N >= 1 | n*K < 2^32 on CUDA"))
+    else if (is(line.is_tensor() && (is_name || is_number), "limit",
+                "N >= 1 | K <= N | N % 4 == 0 | n*K < 2^32 on CUDA"))
       read_limit(line);
     else if (is(is_number || is_next("-"), "bounds", "0 to 2^40"))
       read_range(line);
-    else if (is(next.text[0] == '<' || next.text[0] == '>', "bounds", "> 0 | <= 2.5"))
+    else if (is(is_bound, "bounds", "> 0 | <= 2.5 | > 1e-6"))
       line.bounds.push_back(take_bound());
     else
       fail_unknown(line);
@@ -660,26 +670,50 @@ class Reader {
       while (accept(","));
   }
 
-  // Read `n*K < 2^32 on CUDA`.
+  // Read `n*K < 2^32 on CUDA`, `K <= N` or `N % 4 == 0`.
   void read_limit(Line& line) {
     Limit limit;
     const size_t begin = next_;
     limit.sum = take_sum();
-    limit.bound = take_bound();
-    if (!limit.bound.whole) fail("expected sizes and then an integer, as in N >= 1");
+    if (accept("%")) {
+      limit.divisor = number_in<int64_t>(take(Token::kNumber, "a number"));
+      if (limit.divisor == 0) fail("expected a number above 0 behind `%`");
+      require("==");
+      require("0");
+      limit.bound = {Product{0, {}}};
+    } else {
+      if (is_next("==")) fail("equal sizes have the same name, and `==` is for N % 4 == 0");
+      limit.compare = take_compare();
+      limit.bound = take_limit_bound();
+    }
+    limit.text = text_from(begin);
     if (accept("on")) {
       require("CUDA");
       limit.on_cuda = true;
     }
-    limit.text = text_from(begin);
     line.limits.push_back(std::move(limit));
   }
 
+  // Read the sizes or the number behind the sign of a limit.
+  Sum take_limit_bound() {
+    const Token &number = peek(), &second = tokens_[next_ + (number.kind != Token::kEnd)];
+    const bool is_joined = second.kind == Token::kName && second.begin == number.end;
+    if (number.kind == Token::kName || second.text == "*" || is_joined) return take_sum();
+    const Bound bound = take_number(Compare::kLess);
+    if (!bound.whole) fail("expected sizes or an integer, as in N >= 1");
+    return {Product{bound.integer, {}}};
+  }
+
   Bound take_bound() {
-    if (accept("<=")) return take_number(Compare::kAtMost);
-    if (accept(">=")) return take_number(Compare::kAtLeast);
-    if (accept("<")) return take_number(Compare::kLess);
-    if (accept(">")) return take_number(Compare::kMore);
+    const Compare compare = take_compare();
+    return take_number(compare);
+  }
+
+  Compare take_compare() {
+    if (accept("<=")) return Compare::kAtMost;
+    if (accept(">=")) return Compare::kAtLeast;
+    if (accept("<")) return Compare::kLess;
+    if (accept(">")) return Compare::kMore;
     expected("`<`, `<=`, `>` or `>=`");
   }
 
