@@ -169,6 +169,43 @@ inline std::string name_of(Type type) {
 
 inline bool is_floating(Type type) { return name_of(type).find("float") != std::string::npos; }
 
+// Return the number of characters to insert, remove or replace that turns one word into another.
+inline size_t edits_between(const std::string& from, const std::string& to) {
+  std::vector<size_t> row(to.size() + 1);  // from the first i characters to the first k
+  for (size_t k = 0; k < row.size(); ++k) row[k] = k;
+  for (size_t i = 1; i <= from.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t k = 1; k < row.size(); ++k) {
+      const size_t replaced = diagonal + (from[i - 1] != to[k - 1]);
+      diagonal = row[k];
+      row[k] = std::min({replaced, row[k] + 1, row[k - 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+// Return the word of the language that a wrong word probably means, or "".
+inline std::string word_meant_by(const std::string& wrong) {
+  static constexpr std::pair<const char*, const char*> kOfC[] = {{"float", "float32"},
+                                                                 {"double", "float64"},
+                                                                 {"int", "int32"},
+                                                                 {"long", "int64"},
+                                                                 {"half", "float16"}};
+  for (const auto& [word, type] : kOfC)
+    if (wrong == word) return type;
+  std::vector<std::string> words = {"like", "entries", "constant"};
+  for (const auto& [type, name] : kTypeNames) words.push_back(name);
+  std::string nearest;
+  size_t least = 3;
+  for (const std::string& word : words)
+    if (const size_t edits = edits_between(wrong, word);
+        edits < least && 2 * edits <= word.size()) {
+      nearest = word;
+      least = edits;
+    }
+  return nearest;
+}
+
 class Reader {
  public:
   explicit Reader(const std::string& text) : source_(text + '\n') {}
@@ -217,12 +254,15 @@ class Reader {
     throw Mistake(number_, (name_.empty() ? "" : '`' + name_ + "`: ") + what + clause);
   }
 
-  // Raise an error for the next token. Quote it, and the nearest legal form of the clause.
-  [[noreturn]] void expected(const std::string& what) const {
+  // Raise an error for the next token. Quote it, and the nearest legal form of the clause. Where a
+  // clause or a dtype is expected, `is_word`, propose the word that was meant.
+  [[noreturn]] void expected(const std::string& what, bool is_word = false) const {
     const Token& next = peek();
     std::string got = "the end";
     if (next.kind != Token::kEnd)
       got = '`' + source_.substr(next.begin, next.end - next.begin) + '`';
+    const std::string meant = is_word ? word_meant_by(next.text) : "";
+    if (!meant.empty()) got += ", which may mean " + meant;
     fail("expected " + what + ", got " + got, std::string("\n  legal: ") + form_);
   }
 
@@ -550,6 +590,9 @@ class Reader {
     const Token next = peek();
     const bool is_name = next.kind == Token::kName, is_number = next.kind == Token::kNumber;
     const bool is_bound = next.text[0] == '<' || next.text[0] == '>';
+    // A name alone is no limit.
+    const Token& second = tokens_[next_ + (next.kind != Token::kEnd)];
+    const bool is_sum = is_name && second.kind == Token::kSign && second.text != ";";
     const auto is = [&](bool condition, const char* kind, const char* form) {
       if (!condition) return false;
       form_ = form;
@@ -576,12 +619,12 @@ class Reader {
     else if (is(next.kind == Token::kString, "strings", "\"a\", \"b\" or \"c\""))
       read_list(
           [&] { add_new(line.choices, take(Token::kString, "a string in quotation marks")); });
-    else if (is(line.is_tensor() && (is_name || is_number), "limit",
+    else if (is(line.is_tensor() && (is_sum || is_number), "limit",
                 "N >= 1 | K <= N | N % 4 == 0 | n*K < 2^32 on CUDA"))
       read_limit(line);
     else if (is(is_number || is_next("-"), "bounds", "0 to 2^40"))
       read_range(line);
-    else if (is(is_bound, "bounds", "> 0 | <= 2.5 | > 1e-6"))
+    else if (is(is_bound, "bounds", "> 0 | <= 2.5 | > 1e-6 | n <= N, in the line of a tensor"))
       line.bounds.push_back(take_bound());
     else
       fail_unknown(line);
@@ -644,7 +687,7 @@ class Reader {
 
   Type take_dtype() {
     const Type type = peek().kind == Token::kName ? type_named(peek().text) : Type::kNone;
-    if (type == Type::kNone) expected("a dtype");
+    if (type == Type::kNone) expected("a dtype", true);
     ++next_;
     return type;
   }
@@ -722,7 +765,8 @@ class Reader {
                 ? "float32 or float64 | like x | entries 0 <= i < n at row | n < 2^30 | constant"
                 : "[N, 3] | 0 to 2^40 | > 0 | \"a\" or \"b\"";
     expected(line.is_tensor() ? "a clause of a tensor"
-                              : "a clause, or text that begins with a capital letter");
+                              : "a clause, or text that begins with a capital letter",
+             true);
   }
 
   // Read `0 to 2^40`.

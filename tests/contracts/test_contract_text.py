@@ -88,7 +88,13 @@ WRONG_TENSORS = {
     "[N]; float64. N >= 2.": "text that reads like a clause in `N >= 2`",
     "[N]; float64. constant.": "text begins with a capital letter, got `constant.`",
     "[N, 2.5]; float64.": "expected an integer in `[N, 2.5]`",
-    "[N]; float64; not float16.": "got `float16` in `not float16`",
+    "[N]; float64; not float16.": "got `not` in `not float16`",
+    "[N]; flaot32.": "got `flaot32`, which may mean float32 in `flaot32`",
+    "flaot32; [N].": "got `flaot32`, which may mean float32 in `flaot32`",
+    "[N]; float32 or double.": "expected a dtype, got `double`, which may mean float64",
+    "[N]; int64; entires 0 <= j < N.": "got `entires`, which may mean entries",
+    "[N]; complex64.": "expected a clause of a tensor, got `complex64` in `complex64`",
+    "[N, 2M]; float64.": "determine M; write [M] in the shape of a Tensor, or add an argument `int M`",
     "[N]; float64; N < 5 on cuda.": "expected `CUDA`, got `cuda`",
     "[N]; float32 read as float128.": "expected a dtype, got `float128`",
     "[N]; int64 read as int32.": "expected integers read as int64",
@@ -169,7 +175,11 @@ WRONG_NUMBERS = {
     "int k: >= 0. 0 to 5.": "text begins with a capital letter, got `0 to 5.`",
     'str s: "a" or "b". "c".': "text begins with a capital letter",
     'str] s: "a" or "b".': "expected ident but found",
-    "int? k: >= 0.": "kernels take no int? `k`",
+    "int? k: >= 0.": "kernels take no int? `k`; write a default that means none, as in `int k=-1`",
+    "str? k: Text.": 'as in `str k="none"`',
+    "int k: <= N.": "| n <= N, in the line of a tensor",
+    "bool k: 0 to 1.": "in f the argument is a bool, which has text only",
+    "float k: float32.": "which has clauses of the kind bounds only",
     "Scalar k: Text.": "kernels take no Scalar `k`",
     "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
 }
@@ -232,21 +242,25 @@ f(Tensor x, Tensor? z) -> Tensor y | x [N]; float64. | z [M]; like x. | y [M]; l
 f(Tensor x) -> Tensor y | g(Tensor x, Tensor z) -> Tensor y | x [N]; float64. | z [M]; like x. | y [M]; like x.
     has the size M in f
 f(Tensor x, Tensor z) -> Tensor y | x [N + M]; float64. | z [M]; like x. | y [N]; like x.
-    cannot determine
+    cannot determine N, M; write it below the line of `z`, which has M
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N] or [N, 1]; like x.
     a result has one shape
 f(Tensor x) -> int | x [N]; float64.
     kernels return no int, only Tensor
 f(Tensor(a!) x) -> Tensor y | x [N]; float64. | y [N]; like x.
-    would be changed
+    write Tensor and return a new tensor instead of Tensor(a!)
+f(Tensor x) -> Tensor(a!) y | x [N]; float64. | y [N]; like x.
+    write Tensor and return a new tensor instead of Tensor(a!)
+f(Tensor(a) x) -> Tensor(a) | x [N]; float64.
+    write Tensor and return a new tensor instead of Tensor(a)
 f(Tensor x, Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
     two arguments `x`
 f(Tensor x) | x [N]; float64.
     expected `-> ` and the results
 f(int n) -> Tensor y | n >= 0. | y [n]; float64.
-    a kernel has a tensor as an argument that is always given
+    expected a Tensor that is always given
 f(Tensor? x) -> Tensor y | x [N]; float64. | y []; float64.
-    a kernel has a tensor as an argument that is always given
+    expected a Tensor that is always given
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins M
     no tensor above has the size M
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap N
