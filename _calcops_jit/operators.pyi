@@ -16,9 +16,8 @@ def force(
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
                  n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
-                 0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-                 in a row. A row may name an atom several times, and also its own atom (a periodic
-                 image).
+                 the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
+                 A row may name an atom several times, and also its own atom (a periodic image).
     dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
                  dE_tot/dRi, energy.
     Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
@@ -28,7 +27,7 @@ def force(
                  The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
                  search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
                  for bit with and without it. With the index of another list, forces are wrong on CUDA.
-                 With CALCOPS_CHECK=1 it is an error on either device.
+                 It is an error on either device with CALCOPS_CHECK=1.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -60,9 +59,8 @@ def force_virial(
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
                  n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
-                 0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-                 in a row. A row may name an atom several times, and also its own atom (a periodic
-                 image).
+                 the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
+                 A row may name an atom several times, and also its own atom (a periodic image).
     dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
                  dE_tot/dRi, energy.
     Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
@@ -73,7 +71,7 @@ def force_virial(
                  The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
                  search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
                  for bit with and without it. With the index of another list, forces are wrong on CUDA.
-                 With CALCOPS_CHECK=1 it is an error on either device.
+                 It is an error on either device with CALCOPS_CHECK=1.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
@@ -104,7 +102,7 @@ def density(
                  each pair, such as the types of both atoms; -1: an empty slot, anywhere.
     table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
     grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
-                 the cells, 0 <= first < last, for each kind. The last is the cutoff.
+                 the cells for each kind, from 0 in rising order. The last is the cutoff.
     harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 
     Returns
@@ -155,7 +153,7 @@ def edge_force(
     edge_order     [natoms + 2E]; int32; E < 2^30.
                    The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
                    itself. CPU kernels ignore this argument. With the edge_order of another graph,
-                   forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+                   forces are wrong on CUDA. It is an error on either device with CALCOPS_CHECK=1.
                    E must be below 2^30, as for calcops::edge_order.
 
     Returns
@@ -199,7 +197,7 @@ def edge_force_virial(
     edge_order     [natoms + 2E]; int32; E < 2^30.
                    The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
                    itself. CPU kernels ignore this argument. With the edge_order of another graph,
-                   forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+                   forces are wrong on CUDA. It is an error on either device with CALCOPS_CHECK=1.
                    E must be below 2^30, as for calcops::edge_order.
 
     Returns
@@ -322,9 +320,8 @@ def neighbor_index(
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
                  n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
-                 0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-                 in a row. A row may name an atom several times, and also its own atom (a periodic
-                 image).
+                 the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
+                 A row may name an atom several times, and also its own atom (a periodic image).
     nghost       0 to 2^40. Number of ghost atoms.
 
     Slot s of row i has the number i*K + s.
@@ -393,8 +390,8 @@ def warp_perspective(
     warp           any shape; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
                    (x, y, 1) of the source to the destination. A common factor of its entries has no
                    effect.
-    dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
-                   (width, height).
+    dsize          Size of the result as (height, width), both at least 0, or empty for (H, W). cv2's dsize
+                   is (width, height).
     interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
                    a = -0.75. "nearest" rounds the position half to even.
     border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels

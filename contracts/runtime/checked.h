@@ -313,10 +313,18 @@ struct Checked {
   void check_limit(const contract::Limit& limit, int i) const {
     const Tensor& x = *tensors[i];
     if (!x.defined() || (limit.on_cuda && !x.is_cuda())) return;
-    const SymInt got = value(limit.sum);
-    if (contract::meets(limit.bound.compare, got, SymInt(limit.bound.integer))) return;
+    const SymInt got = value(limit.sum), bound = value(limit.bound);
+    if (limit.divisor > 0 ? contract::is_equal(got % limit.divisor, bound)
+                          : contract::meets(limit.compare, got, bound))
+      return;
+    const Line& line = text.lines[i];
+    uint32_t shown = 0;  // the sizes that the tensor's shape shows
+    for (const Shape& shape : line.shapes) shown |= contract::sizes_of(shape);
     const bool is_dimension = contract::bare(limit.sum) >= 0;
-    refuse(text.lines[i].name, "with " + limit.text,
+    const bool is_other = contract::sizes_of(limit.bound) & ~shown;
+    refuse(line.name,
+           c10::str("with ", limit.text, is_other ? c10::str(" = ", bound) : "",
+                    limit.on_cuda ? " on CUDA" : ""),
            is_dimension ? c10::str(x.sym_sizes()) : c10::str(got));
   }
 

@@ -5,7 +5,6 @@
 #include <torch/library.h>
 
 #include <array>
-#include <cstring>
 #include <map>
 
 #include "contract_text.h"
@@ -165,10 +164,12 @@ class Prover {
                                                "",
                                                ""};
     const Kind kind = kind_of(argument);
+    const std::string allowed = kAllowed[int(kind)];
     for (const std::string& clause : line.clauses)
-      if (!std::strstr(kAllowed[int(kind)], clause.c_str()))
+      if (allowed.find(clause) == std::string::npos)
         fail(line, "a clause of the kind `" + clause + "`, but in " + op.schema.name +
-                       " the argument is a " + argument.real_type()->str());
+                       " the argument is a " + argument.real_type()->str() + ", which has " +
+                       (allowed.empty() ? "text" : "clauses of the kind " + allowed) + " only");
     if (kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
       fail(line, "expected its shape, such as [N, 3]");
     if (kind == Kind::kString && line.choices.empty() && !op.is_composition)
@@ -203,6 +204,31 @@ class Prover {
     }
   }
 
+  static void check_alias(const Schema& schema, const c10::Argument& argument) {
+    if (argument.alias_info())
+      fail(schema,
+           "an operator changes no argument and returns none; write Tensor and return a "
+           "new tensor instead of " +
+               argument.real_type()->str() + '(' + (argument.alias_info()->isWrite() ? "a!" : "a") +
+               ")");
+  }
+
+  // Return what to write instead of an argument of a type that kernels do not take.
+  static std::string instead_of(const c10::Argument& argument) {
+    static constexpr std::pair<const char*, const char*> kNone[] = {{"int?", "int NAME=-1"},
+                                                                    {"float?", "float NAME=0.0"},
+                                                                    {"bool?", "bool NAME=False"},
+                                                                    {"str?", "str NAME=\"none\""}};
+    for (const auto& [type, example] : kNone)
+      if (argument.real_type()->str() == type) {
+        const std::string text = example;
+        const size_t name = text.find("NAME");
+        return "write a default that means none, as in `" + text.substr(0, name) + argument.name() +
+               text.substr(name + 4) + '`';
+      }
+    return "the types are Tensor, Tensor?, int, SymInt, float, bool, str, int[] and float[]";
+  }
+
   void read_operator(const Schema& schema, const std::vector<std::string>& composed) {
     Signature op{schema, parsed(schema)};
     if (op.parsed.is_vararg() || op.parsed.is_varret() || !op.parsed.overload_name().empty())
@@ -214,8 +240,7 @@ class Prover {
       const std::string type = argument.real_type()->str();
       const Kind kind = kind_of(argument);
       op.kinds.push_back(kind);
-      if (argument.alias_info())
-        fail(schema, type + "(a!) would be changed; return a result instead");
+      check_alias(schema, argument);
       if (argument.name() == "output_mask" && kind == Kind::kMask) {
         op.mask = int(op.lines.size());
         op.lines.push_back(-1);
@@ -226,9 +251,8 @@ class Prover {
       const int i = text_.line(argument.name());
       if (i < 0) fail(schema, "no line describes its argument `" + argument.name() + "`");
       if (!op.is_composition && (kind == Kind::kOther || kind == Kind::kMask))
-        fail(schema, "kernels take no " + type + " `" + argument.name() +
-                         "`; the types are Tensor, Tensor?, int, SymInt, float, bool, str, int[] "
-                         "and float[]");
+        fail(schema,
+             "kernels take no " + type + " `" + argument.name() + "`; " + instead_of(argument));
       if (op.has(i)) fail(schema, "two arguments `" + argument.name() + "`");
       is_used_[i] = true;
       op.argument[i] = int(op.lines.size());
@@ -246,6 +270,7 @@ class Prover {
     const Schema& schema = op.schema;
     for (const c10::Argument& result : op.parsed.returns()) {
       const int i = text_.line(result.name());
+      check_alias(schema, result);
       if (op.is_composition && i < 0) continue;  // it makes its results itself
       if (kind_of(result) != Kind::kTensor || is_optional(result))
         fail(schema, "kernels return no " + result.real_type()->str() + ", only Tensor");
@@ -272,11 +297,11 @@ class Prover {
 
   // Return the sizes that are known once a tensor was checked. `known` are known before. A
   // dimension may set one size, if it has the form n + ... with known other sizes.
-  uint32_t known_after(const Line& line, uint32_t known) const {
+  uint32_t known_after(const Signature& op, const Line& line, uint32_t known) const {
     uint32_t common = line.any_shape ? known : ~0u;
     for (const Shape& shape : line.shapes) {
       uint32_t after = known;
-      for (const Sum& dim : shape) after |= set_by(line, dim, after);
+      for (const Sum& dim : shape) after |= set_by(op, line, dim, after);
       if (line.whole >= 0 && !(sizes_of(line.parts) & ~after)) after |= 1u << line.whole;
       if (const uint32_t lacks = sizes_of(line.shapes[0]) & ~after)
         fail(line, "a shape of " + line.shape_text + " lacks " + names(lacks));
@@ -286,7 +311,7 @@ class Prover {
   }
 
   // Return the size that a dimension sets, as a bit.
-  uint32_t set_by(const Line& line, const Sum& dim, uint32_t known) const {
+  uint32_t set_by(const Signature& op, const Line& line, const Sum& dim, uint32_t known) const {
     const uint32_t unknown = sizes_of(dim) & ~known;
     int products = 0;
     bool is_alone = false;
@@ -296,8 +321,30 @@ class Prover {
       is_alone = product.factor == 1 && product.sizes.size() == 1;
     }
     if (unknown && (products != 1 || !is_alone))
-      fail(line, "a dimension of " + line.shape_text + " cannot determine " + names(unknown));
+      fail(line, "a dimension of " + line.shape_text + " cannot determine " + names(unknown) +
+                     place_for(op, line, unknown));
     return unknown;
+  }
+
+  // Return where to write a line whose dimensions cannot determine sizes.
+  std::string place_for(const Signature& op, const Line& line, uint32_t unknown) const {
+    for (size_t i = 0; i < text_.lines.size(); ++i) {
+      const Line& other = text_.lines[i];
+      if (&other == &line || !op.has(int(i)) || op.may_be_absent(int(i))) continue;
+      for (const Shape& shape : other.shapes)
+        for (const Sum& dim : shape)
+          if (bare(dim) >= 0 && unknown >> bare(dim) & 1)
+            return "; write it below the line of `" + other.name + "`, which has " +
+                   text_.sizes[bare(dim)];
+    }
+    return advice(unknown);
+  }
+
+  // Return how an operator gets sizes that no dimension sets.
+  std::string advice(uint32_t unknown) const {
+    if (text_.leading >= 0 && unknown >> text_.leading & 1) return "";
+    const std::string size = text_.sizes[size_t(__builtin_ctz(unknown))];
+    return "; write [" + size + "] in the shape of a Tensor, or add an argument `int " + size + '`';
   }
 
   // Prove that a call sets each size before it uses it, and sort the lines into the order of a
@@ -318,27 +365,27 @@ class Prover {
         const Line& line = text_.lines[i];
         if (!line.is_tensor() || !op.has(int(i)) || op.may_be_absent(int(i)) != optional) continue;
         op.tensors.push_back(int(i));
-        const uint32_t own = known_after(line, known);
+        const uint32_t own = known_after(op, line, known);
         if (!optional) known = own;
       }
     // Entries and limits are checked when all sizes are set.
     for (const int i : op.tensors) {
       const Line& line = text_.lines[i];
       uint32_t used = sizes_of(line.entries.below);
-      for (const Limit& limit : line.limits) used |= sizes_of(limit.sum);
-      require_known(op, line, used & ~known_after(line, known));
+      for (const Limit& limit : line.limits) used |= sizes_of(limit.sum) | sizes_of(limit.bound);
+      require_known(op, line, used & ~known_after(op, line, known));
     }
     for (const int i : op.result_lines)
       if (!op.has(i) && !text_.lines[i].any_shape)
         require_known(op, text_.lines[i], sizes_of(text_.lines[i].shapes[0]) & ~known);
     if (!op.is_composition && (op.tensors.empty() || op.may_be_absent(op.tensors[0])))
-      fail(op.schema, "a kernel has a tensor as an argument that is always given");
+      fail(op.schema, "expected a Tensor that is always given, whose device selects the kernel");
   }
 
   void require_known(const Signature& op, const Line& line, uint32_t unknown) const {
     if (unknown)
       fail(line, "no argument that is always given has the size " + names(unknown) + " in " +
-                     op.schema.name);
+                     op.schema.name + advice(unknown));
   }
 
   // ---- kernels of another operator --------------------------------------------------------------

@@ -67,11 +67,12 @@ struct Bound {
   bool whole = true;   // an integer
 };
 
-// `n*K < 2^32 on CUDA` or `cells >= 1`
+// `n*K < 2^32 on CUDA`, `K <= N` or `N % 4 == 0`
 struct Limit {
-  Sum sum;
-  Bound bound;
-  std::string text;
+  Sum sum, bound;
+  Compare compare = Compare::kLess;
+  int64_t divisor = 0;  // of `N % 4 == 0`, whose bound is 0
+  std::string text;     // without `on CUDA`
   bool on_cuda = false;
 };
 
@@ -175,6 +176,43 @@ inline std::string name_of(Type type) {
 
 inline bool is_floating(Type type) { return name_of(type).find("float") != std::string::npos; }
 
+// Return the number of characters to insert, remove or replace that turns one word into another.
+inline size_t edits_between(const std::string& from, const std::string& to) {
+  std::vector<size_t> row(to.size() + 1);  // from the first i characters to the first k
+  for (size_t k = 0; k < row.size(); ++k) row[k] = k;
+  for (size_t i = 1; i <= from.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t k = 1; k < row.size(); ++k) {
+      const size_t replaced = diagonal + (from[i - 1] != to[k - 1]);
+      diagonal = row[k];
+      row[k] = std::min({replaced, row[k] + 1, row[k - 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+// Return the word of the language that a wrong word probably means, or "".
+inline std::string word_meant_by(const std::string& wrong) {
+  static constexpr std::pair<const char*, const char*> kOfC[] = {{"float", "float32"},
+                                                                 {"double", "float64"},
+                                                                 {"int", "int32"},
+                                                                 {"long", "int64"},
+                                                                 {"half", "float16"}};
+  for (const auto& [word, type] : kOfC)
+    if (wrong == word) return type;
+  std::vector<std::string> words = {"like", "entries", "constant"};
+  for (const auto& [type, name] : kTypeNames) words.push_back(name);
+  std::string nearest;
+  size_t least = 3;
+  for (const std::string& word : words)
+    if (const size_t edits = edits_between(wrong, word);
+        edits < least && 2 * edits <= word.size()) {
+      nearest = word;
+      least = edits;
+    }
+  return nearest;
+}
+
 class Reader {
  public:
   explicit Reader(const std::string& text) : source_(text + '\n') {}
@@ -183,7 +221,7 @@ class Reader {
     end_ = std::min(source_.find_first_not_of(" \t\r\n"), source_.size());
     while (end_ < source_.size()) {
       begin_ = end_;
-      number_ = 1 + int(std::count(source_.begin(), source_.begin() + ptrdiff_t(begin_), '\n'));
+      number_ = line_number(begin_);
       // Indented and empty lines continue a line.
       do end_ = next_line(end_);
       while (is_space(source_[end_]));
@@ -197,6 +235,7 @@ class Reader {
       tokens_.clear();
     }
     name_.clear();
+    for (const auto& [begin, end] : documentation_) check_documentation(begin, end);
     if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
     return std::move(text_);
   }
@@ -222,12 +261,15 @@ class Reader {
     throw Mistake(number_, (name_.empty() ? "" : '`' + name_ + "`: ") + what + clause);
   }
 
-  // Raise an error for the next token. Quote it, and the nearest legal form of the clause.
-  [[noreturn]] void expected(const std::string& what) const {
+  // Raise an error for the next token. Quote it, and the nearest legal form of the clause. Where a
+  // clause or a dtype is expected, `is_word`, propose the word that was meant.
+  [[noreturn]] void expected(const std::string& what, bool is_word = false) const {
     const Token& next = peek();
     std::string got = "the end";
     if (next.kind != Token::kEnd)
       got = '`' + source_.substr(next.begin, next.end - next.begin) + '`';
+    const std::string meant = is_word ? word_meant_by(next.text) : "";
+    if (!meant.empty()) got += ", which may mean " + meant;
     fail("expected " + what + ", got " + got, std::string("\n  legal: ") + form_);
   }
 
@@ -258,6 +300,10 @@ class Reader {
 
   size_t next_line(size_t from) const { return source_.find('\n', from) + 1; }
 
+  int line_number(size_t at) const {
+    return 1 + int(std::count(source_.begin(), source_.begin() + ptrdiff_t(at), '\n'));
+  }
+
   size_t skip_spaces(size_t at) const {
     while (at < end_ && is_space(source_[at])) ++at;
     return at;
@@ -273,13 +319,20 @@ class Reader {
     if (is_digit(first)) {
       kind = Token::kNumber;
       while (is_digit(source_[end]) || (source_[end] == '.' && is_digit(source_[end + 1]))) ++end;
+      const size_t sign = end + 1;
+      const bool has_exponent = source_[end] == 'e' || source_[end] == 'E';
+      const bool has_sign = has_exponent && (source_[sign] == '-' || source_[sign] == '+');
+      if (has_exponent && is_digit(source_[sign + has_sign])) {
+        end = sign + has_sign;
+        while (is_digit(source_[end])) ++end;
+      }
     } else if (is_name_part(first)) {
       kind = Token::kName;
       while (is_name_part(source_[end])) ++end;
     } else if (first == '"') {
       end = source_.find_first_of("\"\n", end);
       if (source_[end] == '"') return {Token::kString, text(at + 1, end), at, end + 1};
-    } else if ((first == '<' || first == '>') && source_[end] == '=') {
+    } else if ((first == '<' || first == '>' || first == '=') && source_[end] == '=') {
       ++end;
     } else if (source_.compare(at, 3, "...") == 0) {
       end += 2;
@@ -341,13 +394,13 @@ class Reader {
     return a;
   }
 
-  // Read a number such as 12, -5, 2^40 or 0.5.
+  // Read a number such as 12, -5, 2^40, 0.5 or 1e-6.
   Bound take_number(Compare compare) {
     Bound number{compare};
     const size_t begin = next_;
     const int sign = accept("-") ? -1 : 1;
     const std::string digits = take(Token::kNumber, "a number");
-    number.whole = digits.find('.') == std::string::npos;
+    number.whole = digits.find_first_of(".eE") == std::string::npos;
     if (number.whole) {
       const int64_t base = number_in<int64_t>(digits);
       number.integer = sign * base;
@@ -411,6 +464,7 @@ class Reader {
     if (results < end_ && source_[results] == '(') results = source_.find(')', results);
     const size_t stop = results < end_ ? next_line(results) : end_;
 
+    documentation_.emplace_back(stop, end_);
     std::string documentation;
     for (size_t at = stop; at < end_; at = next_line(at)) {
       const std::string line = text(at, next_line(at));
@@ -479,15 +533,76 @@ class Reader {
     });
   }
 
-  // Text begins with a capital letter and is no formula, so that no clause is taken for text.
-  void check_text(size_t at) const {
+  // Raise an error if text reads like a clause, so that no clause is taken for text.
+  void check_text(size_t at) {
     if (at < end_ && !is_capital(source_[at]))
       fail("text begins with a capital letter, got `" + joined(text(at, std::min(at + 20, end_))) +
            '`');
-    while (at < end_ && is_name_part(source_[at])) ++at;
-    at = skip_spaces(at);
-    if (at < end_ && std::string("<>=*^[]").find(source_[at]) != std::string::npos)
-      fail("expected a clause, or text that is no formula");
+    while (at < end_) {
+      tokens_.push_back(token_at(at));
+      at = skip_spaces(tokens_.back().end);
+    }
+    tokens_.resize(tokens_.size() + 3, {Token::kEnd, "", end_, end_});
+    for (next_ = clause_ = 0; next_ + 3 < tokens_.size(); ++next_) {
+      if ((next_ == clause_ && begins_clause()) || is_comparison() || is_range())
+        fail("text that reads like a clause",
+             "\n  Clauses end at the first full stop. Text has no <, > or ==, and no range such as "
+             "1 "
+             "to 5.\n  No sentence of it begins like a clause, for example with `entries` or "
+             "`like`.");
+      if (peek().kind == Token::kEnd || is_next(";")) clause_ = next_ + 1;
+    }
+    tokens_.clear();
+  }
+
+  // Return whether the next tokens begin a clause other than a limit or bounds.
+  bool begins_clause() const {
+    std::string word = peek().text;
+    if (peek().kind == Token::kString) {
+      const Token& second = tokens_[next_ + 1];
+      return second.kind == Token::kEnd || second.text == "," || second.text == "or";
+    }
+    std::transform(word.begin(), word.end(), word.begin(),
+                   [](unsigned char c) { return char(std::tolower(c)); });
+    for (const char* const begin : {"[", "like", "entries", "constant", "vmap"})
+      if (word == begin) return true;
+    if (word == "with") return tokens_[next_ + 2].text == "=";  // with K = T*M
+    return type_named(word) != Type::kNone || (word == "any" && tokens_[next_ + 1].text == "shape");
+  }
+
+  bool is_comparison() const {
+    for (const char* const sign : {"<", "<=", ">", ">=", "==", "≤", "≥"})
+      if (is_next(sign)) return true;
+    return false;
+  }
+
+  // Return whether the next tokens are like `1 to 5`.
+  bool is_range() const {
+    const Token& end = tokens_[next_ + 2];
+    return peek().kind == Token::kNumber && tokens_[next_ + 1].text == "to" &&
+           (end.kind == Token::kNumber || end.text == "-");
+  }
+
+  // Raise an error if a line of a schema's documentation is that of an argument or of `vmap`.
+  void check_documentation(size_t at, size_t end) {
+    for (; at < end; at = next_line(at)) {
+      end_ = next_line(at);
+      const Token name = token_at(skip_spaces(at));
+      if (name.text != "vmap" && text_.line(name.text) < 0) continue;
+      size_t next = name.end;
+      for (tokens_.clear(); tokens_.size() < 3; next = tokens_.back().end)
+        tokens_.push_back(token_at(skip_spaces(next)));
+      next_ = 0;
+      const std::string gap = text(name.end, tokens_[0].begin);
+      const bool is_column = gap.size() > 1 || gap == "\t";
+      if (tokens_[0].kind != Token::kEnd && (is_column || (!gap.empty() && begins_clause()))) {
+        number_ = line_number(at);
+        tokens_.clear();
+        fail("documentation that reads like the line of `" + name.text +
+             "`, which begins in the first column");
+      }
+    }
+    tokens_.clear();
   }
 
   // ---- clauses ----------------------------------------------------------------------------------
@@ -495,10 +610,14 @@ class Reader {
   void read_clause(Line& line) {
     const Token next = peek();
     const bool is_name = next.kind == Token::kName, is_number = next.kind == Token::kNumber;
+    const bool is_bound = next.text[0] == '<' || next.text[0] == '>';
+    // A name alone is no limit.
+    const Token& second = tokens_[next_ + (next.kind != Token::kEnd)];
+    const bool is_sum = is_name && second.kind == Token::kSign && second.text != ";";
     const auto is = [&](bool condition, const char* kind, const char* form) {
       if (!condition) return false;
       form_ = form;
-      if (kind != std::string("limit") &&
+      if (kind != std::string("limit") && !is_bound &&
           std::count(line.clauses.begin(), line.clauses.end(), kind))
         fail("a second clause of the same kind");
       line.clauses.push_back(kind);
@@ -521,11 +640,12 @@ class Reader {
     else if (is(next.kind == Token::kString, "strings", "\"a\", \"b\" or \"c\""))
       read_list(
           [&] { add_new(line.choices, take(Token::kString, "a string in quotation marks")); });
-    else if (is(line.is_tensor() && (is_name || is_number), "limit", "N >= 1 | n*K < 2^32 on CUDA"))
+    else if (is(line.is_tensor() && (is_sum || is_number), "limit",
+                "N >= 1 | K <= N | N % 4 == 0 | n*K < 2^32 on CUDA"))
       read_limit(line);
     else if (is(is_number || is_next("-"), "bounds", "0 to 2^40"))
       read_range(line);
-    else if (is(next.text[0] == '<' || next.text[0] == '>', "bounds", "> 0 | <= 2.5"))
+    else if (is(is_bound, "bounds", "> 0 | <= 2.5 | > 1e-6 | n <= N, in the line of a tensor"))
       line.bounds.push_back(take_bound());
     else
       fail_unknown(line);
@@ -588,7 +708,7 @@ class Reader {
 
   Type take_dtype() {
     const Type type = peek().kind == Token::kName ? type_named(peek().text) : Type::kNone;
-    if (type == Type::kNone) expected("a dtype");
+    if (type == Type::kNone) expected("a dtype", true);
     ++next_;
     return type;
   }
@@ -614,26 +734,50 @@ class Reader {
       while (accept(","));
   }
 
-  // Read `n*K < 2^32 on CUDA`.
+  // Read `n*K < 2^32 on CUDA`, `K <= N` or `N % 4 == 0`.
   void read_limit(Line& line) {
     Limit limit;
     const size_t begin = next_;
     limit.sum = take_sum();
-    limit.bound = take_bound();
-    if (!limit.bound.whole) fail("expected sizes and then an integer, as in N >= 1");
+    if (accept("%")) {
+      limit.divisor = number_in<int64_t>(take(Token::kNumber, "a number"));
+      if (limit.divisor == 0) fail("expected a number above 0 behind `%`");
+      require("==");
+      require("0");
+      limit.bound = {Product{0, {}}};
+    } else {
+      if (is_next("==")) fail("equal sizes have the same name, and `==` is for N % 4 == 0");
+      limit.compare = take_compare();
+      limit.bound = take_limit_bound();
+    }
+    limit.text = text_from(begin);
     if (accept("on")) {
       require("CUDA");
       limit.on_cuda = true;
     }
-    limit.text = text_from(begin);
     line.limits.push_back(std::move(limit));
   }
 
+  // Read the sizes or the number behind the sign of a limit.
+  Sum take_limit_bound() {
+    const Token &number = peek(), &second = tokens_[next_ + (number.kind != Token::kEnd)];
+    const bool is_joined = second.kind == Token::kName && second.begin == number.end;
+    if (number.kind == Token::kName || second.text == "*" || is_joined) return take_sum();
+    const Bound bound = take_number(Compare::kLess);
+    if (!bound.whole) fail("expected sizes or an integer, as in N >= 1");
+    return {Product{bound.integer, {}}};
+  }
+
   Bound take_bound() {
-    if (accept("<=")) return take_number(Compare::kAtMost);
-    if (accept(">=")) return take_number(Compare::kAtLeast);
-    if (accept("<")) return take_number(Compare::kLess);
-    if (accept(">")) return take_number(Compare::kMore);
+    const Compare compare = take_compare();
+    return take_number(compare);
+  }
+
+  Compare take_compare() {
+    if (accept("<=")) return Compare::kAtMost;
+    if (accept(">=")) return Compare::kAtLeast;
+    if (accept("<")) return Compare::kLess;
+    if (accept(">")) return Compare::kMore;
     expected("`<`, `<=`, `>` or `>=`");
   }
 
@@ -642,7 +786,8 @@ class Reader {
                 ? "float32 or float64 | like x | entries 0 <= i < n at row | n < 2^30 | constant"
                 : "[N, 3] | 0 to 2^40 | > 0 | \"a\" or \"b\"";
     expected(line.is_tensor() ? "a clause of a tensor"
-                              : "a clause, or text that begins with a capital letter");
+                              : "a clause, or text that begins with a capital letter",
+             true);
   }
 
   // Read `0 to 2^40`.
@@ -660,6 +805,8 @@ class Reader {
   std::vector<Token> tokens_;     // of its clauses
   size_t next_ = 0, clause_ = 0;  // the next token, and the first one of the clause
   const char* form_ = "";         // a legal form of the clause
+  // Begin and end of each schema's documentation.
+  std::vector<std::pair<size_t, size_t>> documentation_;
   Text text_;
 };
 

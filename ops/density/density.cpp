@@ -182,7 +182,7 @@ kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, sl
              each pair, such as the types of both atoms; -1: an empty slot, anywhere.
 table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
 grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
-             the cells, 0 <= first < last, for each kind. The last is the cutoff.
+             the cells for each kind, from 0 in rising order. The last is the cutoff.
 harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 directions   [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result       [harmonics, n, F]; like d.

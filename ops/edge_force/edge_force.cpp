@@ -203,7 +203,7 @@ nframes        0 to 2^40. Number of frames, at least 1 where batch is None and t
 edge_order     [natoms + 2E]; int32; E < 2^30.
                The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
                itself. CPU kernels ignore this argument. With the edge_order of another graph,
-               forces are wrong on CUDA. With CALCOPS_CHECK=1 it is an error on either device.
+               forces are wrong on CUDA. It is an error on either device with CALCOPS_CHECK=1.
                E must be below 2^30, as for calcops::edge_order.
 force          [natoms, 3]; like edge_gradient. Energy/length.
 virial         [nframes, 3, 3]; like edge_gradient. Energy.

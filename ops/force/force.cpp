@@ -175,9 +175,8 @@ _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_ato
 list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
              n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
-             0 <= j < n a local atom, n <= j < n + nghost a ghost. -1 marks an empty slot, anywhere
-             in a row. A row may name an atom several times, and also its own atom (a periodic
-             image).
+             the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
+             A row may name an atom several times, and also its own atom (a periodic image).
 dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
              dE_tot/dRi, energy.
 Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
@@ -188,7 +187,7 @@ neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
              The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
              search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
              for bit with and without it. With the index of another list, forces are wrong on CUDA.
-             With CALCOPS_CHECK=1 it is an error on either device.
+             It is an error on either device with CALCOPS_CHECK=1.
 center       Whether atoms receive force from their own rows.
 force        [B, n + nghost, 3]; like dE. Energy/length.
 virial       [B, 3, 3]; like dE. Energy.

@@ -131,8 +131,8 @@ image          any shape; uint8, uint16, int16, float16, bfloat16, float32 or fl
 warp           any shape; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
                (x, y, 1) of the source to the destination. A common factor of its entries has no
                effect.
-dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
-               (width, height).
+dsize          Size of the result as (height, width), both at least 0, or empty for (H, W). cv2's dsize
+               is (width, height).
 interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
                a = -0.75. "nearest" rounds the position half to even.
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
@@ -185,7 +185,7 @@ order_x        0 to 1000. How often the result is differentiated for x.
 order_y        0 to 1000. How often it is differentiated for y.
 motion         [M, 3, height, width]; float64.
 slope          any shape; like image.
-matrices       [M, 3, 3]; float64. Like warp.
+matrices       [M, 3, 3]; float64. As warp.
 left           [M, 3, 3]; float64.
 right          [M, 3, 3]; float64.
 image_height   0 to 2^40.

@@ -603,11 +603,13 @@ const Kernel kNegatedCpu("negated", negated);
 
 const Contract kLimited(R"(
 limited(Tensor x, int shift=0, float t=1.0, float u=1.0) -> Tensor y
+narrow(Tensor table, Tensor x) -> Tensor y
 x      [N]; float64; N >= 2; N <= 5.
 shift  -5 to 5.
 t      > 0.5.
-u      < 2.
+u      < 2; > 1e-6.
 y      [N]; like x.
+table  [M, K]; float64; K <= M; M % 4 == 0; K < N.
 )");
 
 const Contract kPicked(R"(
@@ -636,7 +638,10 @@ void picked(View<const double, 1> x, View<const Index, 1> index, View<double, 1>
 }
 
 void outer(View<const double, 1>, int64_t, int64_t, View<double, 1>) {}
-const Kernel kLimitedCpu("limited", limited);
+void narrow(View<const double, 2>, View<const double, 1> x, View<double, 1> y) {
+  std::copy_n(x.data, x.shape[0], y.data);
+}
+const Kernel kLimitedCpu("limited", limited), kNarrowCpu("narrow", narrow);
 const Kernel kPickedCpu("picked", picked<int8_t>, picked<uint8_t>, picked<int32_t>);
 void repeated(View<const double, 1>, int64_t, View<double, 1>) {}
 const Kernel kOuterCpu("outer", outer), kRepeatedCpu("repeated", repeated);

@@ -232,6 +232,7 @@ def test_a_check_that_sets_a_wrong_shape_is_an_error(mine, name, message, device
         (dict(t=0.5), "`t` > 0.5, got 0.5"),
         (dict(u=2.0), "`u` < 2, got 2"),
         (dict(u=2.0000001), "`u` < 2, got 2.0000001"),
+        (dict(u=1e-6), "`u` > 1e-6, got 1e-06"),
         (dict(t=float("nan")), "`t` > 0.5, got nan"),
         (dict(x=torch.ones(1, **float64)), "`x` with N >= 2, got [1]"),
         (dict(x=torch.ones(6, **float64)), "`x` with N <= 5, got [6]"),
@@ -243,6 +244,29 @@ def test_bounds_are_checked(mine, arguments, message, device):
     with pytest.raises(RuntimeError) as error:
         mine.limited(**arguments)
     assert str(error.value) == f"contracts::limited: expected {message}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_limits_between_sizes_and_multiples_are_checked(mine, device):
+    x = torch.ones(3, device=device, **float64)
+    for shape, message in [
+        ((4, 5), "K <= M, got [4, 5]"),
+        ((6, 2), "M % 4 == 0, got [6, 2]"),
+        ((4, 3), "K < N = 3, got [4, 3]"),
+    ]:
+        with pytest.raises(RuntimeError) as error:
+            mine.narrow(torch.ones(shape, device=device, **float64), x)
+        assert str(error.value) == f"contracts::narrow: expected `table` with {message}"
+    assert mine.narrow(torch.ones(4, 2, device=device, **float64), x).shape == (3,)
+
+
+def test_limits_between_sizes_hold_in_a_compiled_graph_and_for_each_item(mine):
+    compiled = torch.compile(mine.narrow, fullgraph=True, dynamic=True, backend="eager")
+    x = torch.ones(5, **float64)
+    for rows in 4, 8:
+        assert torch.equal(compiled(torch.ones(rows, 3, **float64), x), x)
+    with pytest.raises(RuntimeError):
+        compiled(torch.ones(10, 3, **float64), x)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -38,6 +38,10 @@ RIGHT = {
     "a negative range": contract(n="int k", k="-5 to 5."),
     "a decimal bound of a float": contract(n="float t", t="> 0.5."),
     "a small bound": contract(n="float t", t="> 0.0015."),
+    "bounds with exponents": contract(n="float t", t="-1E+3 to 1.5e-6."),
+    "a limit between sizes": contract("[N, K]; float64; K <= N; 2K < 3*N + 1; 1 <= N on CUDA."),
+    "a multiple": contract("[N]; float64; N % 4 == 0 on CUDA."),
+    "two bounds": contract(n="float t", t="> 0; < 1."),
     "a power": contract(n="int k", k="0 to 10^6."),
     "strings with commas, full stops and semicolons": contract(
         n="str s", s='"a, b", "c; d" or "e. f". Text.'
@@ -54,7 +58,7 @@ RIGHT = {
     ),
     "leading dimensions": contract("[..., N]; float64."),
     "entries before the shape": contract("entries 0 <= j < N at row; [N]; int64."),
-    "text only": contract(n="float t", t="Not a clause. Like this."),
+    "text only": contract(n="float t", t="Not a clause. As this."),
     "no full stop": contract("[N]; float64"),
     "a schema of many lines": "f(Tensor\n  x)\n  -> Tensor y\nx [N]; float64.\ny [N]; like x.",
     "a result of which only the gradient is given": tensors(
@@ -81,15 +85,27 @@ RIGHT = {
 
 # Contracts that are wrong, and what their errors say: {line of the tensor x: message}.
 WRONG_TENSORS = {
-    "[N]; float64. N >= 2.": "expected a clause, or text that is no formula",
+    "[N]; float64. N >= 2.": "text that reads like a clause in `N >= 2`",
     "[N]; float64. constant.": "text begins with a capital letter, got `constant.`",
     "[N, 2.5]; float64.": "expected an integer in `[N, 2.5]`",
-    "[N]; float64; not float16.": "got `float16` in `not float16`",
+    "[N]; float64; not float16.": "got `not` in `not float16`",
+    "[N]; flaot32.": "got `flaot32`, which may mean float32 in `flaot32`",
+    "flaot32; [N].": "got `flaot32`, which may mean float32 in `flaot32`",
+    "[N]; float32 or double.": "expected a dtype, got `double`, which may mean float64",
+    "[N]; int64; entires 0 <= j < N.": "got `entires`, which may mean entries",
+    "[N]; complex64.": "expected a clause of a tensor, got `complex64` in `complex64`",
+    "[N, 2M]; float64.": "determine M; write [M] in the shape of a Tensor, or add an argument `int M`",
     "[N]; float64; N < 5 on cuda.": "expected `CUDA`, got `cuda`",
     "[N]; float32 read as float128.": "expected a dtype, got `float128`",
     "[N]; int64 read as int32.": "expected integers read as int64",
     "[N]; int64 read as float64.": "expected integers read as int64",
-    "[N]; float64; 1 <= N.": "expected a number, got `N` in `1 <= N`",
+    "[N]; float64; N <= 2.5.": "expected sizes or an integer, as in N >= 1 in `N <= 2.5`",
+    "[N]; float64; N == 4.": "equal sizes have the same name, and `==` is for N % 4 == 0",
+    "[N]; float64; N % 4 = 0.": "expected `==`, got `=`",
+    "[N]; float64; N % 4 == 1.": "expected `0`, got `1`",
+    "[N]; float64; N % 0 == 0.": "expected a number above 0 behind `%`",
+    "[N]; float64; N % M == 0.": "expected a number, got `M`",
+    "[N]; float64; N <= M.": "has the size M",
     "[N]; int64; entries 1 <= j < N at row.": "expected `0 <=`, since entries count from 0",
     "[N]; int64; entries 0 < j < N at row.": "expected `<=`, got `<`",
     "[N]; int64; entries 0 <= j <= N at row.": "expected `<`, got `<=`",
@@ -142,8 +158,8 @@ WRONG_NUMBERS = {
     "int k=7: 0 to 5.": "its own default 7",
     "float t=0.0: > 0.": "its own default 0",
     'str s="c": "a" or "b".': "refuses its own default",
-    "float t: < 1e999.": "got `e999`",
-    "int k: 0 to 1e6.": "got `e6`",
+    "float t: < 1e999.": "a number is too large",
+    "int k: 0 to 1e6.": "expected integers, got 1e6",
     'str s: one of "a" or "b".': 'legal: [N, 3] | 0 to 2^40 | > 0 | "a" or "b"',
     "int k: one of 1, 2 or 3.": "got `one` in `one of 1, 2 or 3`",
     "int[2] s: (h, w), both >= 1.": "got `(` in `(h, w), both >= 1`",
@@ -155,11 +171,15 @@ WRONG_NUMBERS = {
     "int k: (h, w).": "got `(` in `(h, w)`",
     "float t: > 0. and < 1.": "text begins with a capital letter, got `and < 1.`",
     "int k: 5.": "expected `to`",
-    "int k: N > 0.": "text that is no formula",
+    "int k: N > 0.": "text that reads like a clause in `N > 0`",
     "int k: >= 0. 0 to 5.": "text begins with a capital letter, got `0 to 5.`",
     'str s: "a" or "b". "c".': "text begins with a capital letter",
     'str] s: "a" or "b".': "expected ident but found",
-    "int? k: >= 0.": "kernels take no int? `k`",
+    "int? k: >= 0.": "kernels take no int? `k`; write a default that means none, as in `int k=-1`",
+    "str? k: Text.": 'as in `str k="none"`',
+    "int k: <= N.": "| n <= N, in the line of a tensor",
+    "bool k: 0 to 1.": "in f the argument is a bool, which has text only",
+    "float k: float32.": "which has clauses of the kind bounds only",
     "Scalar k: Text.": "kernels take no Scalar `k`",
     "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
 }
@@ -222,21 +242,25 @@ f(Tensor x, Tensor? z) -> Tensor y | x [N]; float64. | z [M]; like x. | y [M]; l
 f(Tensor x) -> Tensor y | g(Tensor x, Tensor z) -> Tensor y | x [N]; float64. | z [M]; like x. | y [M]; like x.
     has the size M in f
 f(Tensor x, Tensor z) -> Tensor y | x [N + M]; float64. | z [M]; like x. | y [N]; like x.
-    cannot determine
+    cannot determine N, M; write it below the line of `z`, which has M
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N] or [N, 1]; like x.
     a result has one shape
 f(Tensor x) -> int | x [N]; float64.
     kernels return no int, only Tensor
 f(Tensor(a!) x) -> Tensor y | x [N]; float64. | y [N]; like x.
-    would be changed
+    write Tensor and return a new tensor instead of Tensor(a!)
+f(Tensor x) -> Tensor(a!) y | x [N]; float64. | y [N]; like x.
+    write Tensor and return a new tensor instead of Tensor(a!)
+f(Tensor(a) x) -> Tensor(a) | x [N]; float64.
+    write Tensor and return a new tensor instead of Tensor(a)
 f(Tensor x, Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
     two arguments `x`
 f(Tensor x) | x [N]; float64.
     expected `-> ` and the results
 f(int n) -> Tensor y | n >= 0. | y [n]; float64.
-    a kernel has a tensor as an argument that is always given
+    expected a Tensor that is always given
 f(Tensor? x) -> Tensor y | x [N]; float64. | y []; float64.
-    a kernel has a tensor as an argument that is always given
+    expected a Tensor that is always given
 f(Tensor x, Tensor k) -> Tensor y | g(Tensor x, Tensor? k) -> Tensor y | x [N]; float64. | k [N]; like x. | y [N]; like x. | kernels g of f
     line 6: `kernels`: g cannot use those of f: they need `k`, which may be absent
 f(Tensor x) -> Tensor y | g(Tensor x, bool[1] output_mask) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels g of f
@@ -357,6 +381,74 @@ def read():
 @pytest.mark.parametrize("case", [*RIGHT, *RIGHT_KERNELS])
 def test_a_right_contract_is_read(case, read):
     assert read({**RIGHT, **RIGHT_KERNELS}[case]) == "ok"
+
+
+CLAUSES = [
+    *(
+        "[N, 3]",
+        "[...]",
+        "[N] or [N, 1]",
+        "with K = T*M",
+        "any shape",
+        "float64",
+        "int32 or int64 read as int64",
+    ),
+    *("like x", "constant", "entries 0 <= j < N at edge", "entries -1 or 0 <= j < N"),
+    *(
+        "K <= N",
+        "N % 4 == 0",
+        "> 1e-6",
+        "N >= 1",
+        "n*K < 2^32 on CUDA",
+        "N > 3",
+        "N ≤ 3",
+        "0 to 5",
+        "-5 to 2^40",
+        "> 0",
+        "<= 2.5",
+    ),
+    *('"a" or "b"', '"a", "b" or "c"', "vmap joins N"),
+]
+# Where a clause could be lost in a line of the argument `k` or `x`.
+PLACES = {
+    "behind the full stop": lambda clause: contract(f"[N]; float64. {clause}."),
+    "below the full stop": lambda clause: contract(f"[N]; float64.\n   {clause}."),
+    "behind a sentence": lambda clause: contract(f"[N]; float64. Text of two words. {clause}."),
+    "behind a semicolon": lambda clause: contract(f"[N]; float64. The rows; {clause}."),
+    "between sentences": lambda clause: contract(f"[N]; float64. Rows. {clause}. More text."),
+    "behind the text of a number": lambda clause: contract(n="float k", k=f"Text. {clause}."),
+    "behind a bound": lambda clause: contract(n="float k", k=f"> 1. {clause}."),
+    "in the documentation": lambda clause: contract().replace("\nx ", f"\n  x  {clause}.\nx ", 1),
+    "below a summary": lambda clause: contract().replace(
+        "\nx ", f"\n  Sum.\n\n\tx\t{clause}\nx ", 1
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_clause_is_lost_in_text(place, read):
+    for clause in CLAUSES:
+        for written in clause, clause[0].upper() + clause[1:]:
+            assert read(PLACES[place](written)) != "ok", written
+
+
+TEXTS = [
+    "Distances, of pairs such as (i, j) or [3, 4].",
+    'One of 2 or 3 rows. "nearest" rounds to 1e-7; the rest do not.',
+    "A number between 0.5 and 2. Any number of it, unlike x.",
+    "Up to 5 rows, from row 3 to the last. It is 3 times as large.",
+]
+DOCUMENTATIONS = [
+    "The rows of x, and y = 2*x.\n\n  x is read twice, and y is like x.\n  y = 2*x, so x > 0.",
+    'For x in [0, 1], or\n  x "as" it is.\n\n  x\n  y\n  vmap is quick.',
+]
+
+
+def test_text_and_documentation_that_read_like_prose_are_accepted(read):
+    for text in TEXTS:
+        assert read(contract(f"[N]; float64. {text}")) == "ok"
+    for text in DOCUMENTATIONS:
+        assert read(contract().replace("\nx ", f"\n  {text}\nx ", 1)) == "ok"
 
 
 @pytest.mark.parametrize("text, message", [*wrong_contracts(), *WRONG_KERNELS.values()])
