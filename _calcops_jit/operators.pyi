@@ -389,8 +389,8 @@ def warp_perspective(
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
     image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
-                   [N, C, H, W], [C, H, W] or [H, W], with any strides.
-    warp           [...]; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
+                   [..., C, H, W] or [H, W], with any strides.
+    warp           [...]; float32 or float64 read as float64. Of shape [..., 3, 3]. It maps
                    (x, y, 1) of the source to the destination. A common factor of its entries has no
                    effect but for rounding.
     dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
@@ -411,11 +411,12 @@ def warp_perspective(
                    "transparent". It is copied, not written to.
 
     Returns
-    result         [...]; like image. Of shape [N, C, height, width], [C, height, width],
-                   [N, height, width] or [height, width].
+    result         [...]; like image. Of shape [..., C, height, width], or [..., height, width] if image
+                   is [H, W].
 
-    The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
-    and one matrix N images.
+    Images and matrices may have any dimensions `...` before their own, such as [N] or
+    [videos, frames]. These are the same for both, and for the result. If image or warp has none, or a
+    single one of size 1, it serves all of the other.
 
     The source of a pixel of the result is the position in the image that the matrix gives for the
     pixel. There is no source if that position is not finite or its homogeneous coordinate is 0. No

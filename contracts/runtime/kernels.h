@@ -139,9 +139,16 @@ const Tensor& as_taken(const Tensor& x, Type type, Layout layout, std::list<Tens
   return made.emplace_back(converted->contiguous());
 }
 
+// Return a tensor whose first dimensions are joined if it is a tensor [...] of more than `rank`
+// dimensions. This is a view if the strides allow it, as those of a result do.
+const Tensor& flattened(const Tensor& x, const Line& line, int rank, std::list<Tensor>& made) {
+  const bool has_more = line.any_shape && x.dim() > rank;
+  return has_more ? made.emplace_back(x.flatten(0, x.dim() - rank)) : x;
+}
+
 // Set the sizes and strides of slot p. A kernel sees a tensor in the first shape of its line; x has
 // the shape `given`, and is contiguous if that is another one. A tensor [...] of fewer dimensions
-// has leading ones of size 1.
+// has leading ones of size 1; one of more dimensions has been flattened.
 void lay_out(const Checked& call, const Line& line, const Shape* given, const Tensor& x, int rank,
              int p, Storage& storage) {
   Slot& slot = storage.slots[p];
@@ -150,8 +157,6 @@ void lay_out(const Checked& call, const Line& line, const Shape* given, const Te
   const bool is_other = given && given != &line.shapes[0];
   if (!is_other && (!line.any_shape || x.dim() == rank)) return;
   auto &shape = storage.shape[p], &stride = storage.stride[p];
-  TORCH_CHECK(is_other || x.dim() <= rank, call.op.name, ": expected `", line.name, "` of at most ",
-              rank, " dimensions, got ", x.sizes());
   int64_t count = 1;
   for (int d = rank; d-- > 0;) {
     const int64_t own = d - (rank - x.dim());
@@ -209,7 +214,8 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
     } else if (const Tensor& x = *call.tensors[i]; x.defined()) {
       const bool is_other = call.shapes[i] && call.shapes[i] != &line.shapes[0];
       const Layout layout = is_other ? Layout::kContiguous : parameter.layout;
-      const Tensor& taken = as_taken(x, parameter.type, layout, storage.owned);
+      const Tensor& taken = flattened(as_taken(x, parameter.type, layout, storage.owned), line,
+                                      parameter.rank, storage.owned);
       set_tensor(i, taken, const_cast<void*>(taken.const_data_ptr()));
     }
     ++p;
@@ -222,7 +228,9 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
       const Tensor wide = at::empty_like(*x, x->options().dtype(type));
       x = &storage.narrowed.emplace_back(*x, wide).second;
     }
-    set_tensor(owner.result_lines[r], *x, x->mutable_data_ptr());
+    const int i = owner.result_lines[r], rank = kernel.parameters[p].rank;
+    const Tensor& seen = flattened(*x, call.text.lines[i], rank, storage.owned);
+    set_tensor(i, seen, seen.mutable_data_ptr());
   }
 }
 

@@ -24,7 +24,7 @@ namespace {
 
 // ---- checks and shapes --------------------------------------------------------------------------
 //
-// The arguments may lack dimensions, and one image or one matrix may serve N of the other. A
+// The arguments may lack dimensions, and one image or one matrix may serve all of the other. A
 // contract cannot say that, so these functions check it.
 
 // Raise an error unless there is one border value for all channels, or one for each.
@@ -103,8 +103,9 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
                  Tensor? destination=None) -> Tensor result
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-  The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
-  and one matrix N images.
+  Images and matrices may have any dimensions `...` before their own, such as [N] or
+  [videos, frames]. These are the same for both, and for the result. If image or warp has none, or a
+  single one of size 1, it serves all of the other.
 
   The source of a pixel of the result is the position in the image that the matrix gives for the
   pixel. There is no source if that position is not finite or its homogeneous coordinate is 0. No
@@ -131,8 +132,8 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
   PyTorch's operators. Autocast changes nothing.
 
 image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
-               [N, C, H, W], [C, H, W] or [H, W], with any strides.
-warp           [...]; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
+               [..., C, H, W] or [H, W], with any strides.
+warp           [...]; float32 or float64 read as float64. Of shape [..., 3, 3]. It maps
                (x, y, 1) of the source to the destination. A common factor of its entries has no
                effect but for rounding.
 dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
@@ -151,8 +152,8 @@ border_value   The v of border_mode: a float for all channels, or a list with on
 inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
 destination    [...]; like image. It has the shape of the result, and is given if border_mode is
                "transparent". It is copied, not written to.
-result         [...]; like image. Of shape [N, C, height, width], [C, height, width],
-               [N, height, width] or [height, width].
+result         [...]; like image. Of shape [..., C, height, width], or [..., height, width] if image
+               is [H, W].
 )",
                          kDerivativesOfWarp, kChecks);
 
