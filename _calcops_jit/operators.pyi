@@ -385,19 +385,22 @@ def warp_perspective(
 ) -> Tensor:
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-    image          any shape; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
-                   [N, C, H, W], [C, H, W] or [H, W], with any strides.
-    warp           any shape; float32 or float64 read as float64. Of shape [N, 3, 3] or [3, 3]. It maps
+    image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
+                   [..., C, H, W] or [H, W], with any strides.
+    warp           [...]; float32 or float64 read as float64. Of shape [..., 3, 3]. It maps
                    (x, y, 1) of the source to the destination. A common factor of its entries has no
-                   effect.
-    dsize          Size of the result as (height, width), both at least 0, or empty for (H, W). cv2's dsize
-                   is (width, height).
+                   effect but for rounding.
+    dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
+                   (width, height).
     interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
                    a = -0.75. "nearest" rounds the position half to even.
     border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
                    around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                    "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
                    "transparent": a pixel whose source is outside keeps its value in `destination`.
+                   Outside is below 0 or above W - 1 or H - 1, for "nearest" after rounding. cv2 also
+                   writes some pixels whose source is less than two pixels outside. The taps of "cubic"
+                   that are outside are those of "reflect_101", as in OpenCV 4.
     border_value   The v of border_mode: a float for all channels, or a list with one for each. None or
                    [] is 0. It is converted to image's dtype.
     inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
@@ -405,18 +408,23 @@ def warp_perspective(
                    "transparent". It is copied, not written to.
 
     Returns
-    result         any shape; like image. Of shape [N, C, height, width], [C, height, width],
-                   [N, height, width] or [height, width].
+    result         [...]; like image. Of shape [..., C, height, width], or [..., height, width] if image
+                   is [H, W].
 
-    The result has the dimensions of image, and also N if warp has N. One image may serve N matrices,
-    and one matrix N images. Integers are the exact value rounded half to even. For images in [0, 1],
-    float32 differs from the exact value by at most 2.4e-7, or 1e-6 if cubic.
+    Images and matrices may have any dimensions `...` before their own, such as [N] or
+    [videos, frames]. These are the same for both, and for the result. If image or warp has none, or a
+    single one of size 1, it serves all of the other.
 
     The source of a pixel of the result is the position in the image that the matrix gives for the
     pixel. There is no source if that position is not finite or its homogeneous coordinate is 0. No
-    pixel has a source if warp is zero or not finite, if warp is singular and must be inverted, or if
-    the image has no pixels. A pixel without a source is border_value, or the value in destination,
-    and its gradients are exactly 0.
+    pixel has a source if warp is zero or not finite, if the image has no pixels, or if warp must be
+    inverted and is singular, or so near to it that rounding decides. A pixel without a source is
+    border_value, or the value in destination, and its gradients are exactly 0.
+
+    Sources are computed in float64. Coordinates up to 10^4 are right to 1e-8 pixels, unless warp is
+    nearly singular. Larger ones are less accurate near the horizon, where their error grows as their
+    square. At the computed source, integers are the exact value rounded half to even. For images in
+    [0, 1], float32 differs from the exact value by at most 2.4e-7, or 1e-6 if cubic.
 
     The taps of a pixel are the image's pixels that are weighted and summed. A tap of weight zero is
     not used: an identity map keeps NaN and infinity in their pixels.

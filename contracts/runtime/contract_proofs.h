@@ -515,7 +515,7 @@ inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry
                     : is_allowed(got.type) || is_widened ? got.type
                                                          : allowed[0];
       wanted.type = kernel.types.insert({line.group, wanted.type}).first->second;
-      wanted.rank = line.any_shape ? std::min<int8_t>(got.rank, kMostDimensions)
+      wanted.rank = line.any_shape ? std::clamp<int8_t>(got.rank, 1, kMostDimensions)
                                    : int8_t(line.shapes[0].size());
       wanted.is_written = is_result;
       wanted.layout = is_result ? Layout::kContiguous : got.layout;

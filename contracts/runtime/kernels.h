@@ -136,6 +136,13 @@ const Tensor& as_taken(const Tensor& x, Type type, Layout layout, std::list<Tens
   return made.emplace_back(converted->contiguous());
 }
 
+// Return a tensor of `any shape` with its first dimensions joined if it has more than `rank`. This
+// is a view if the strides allow it, as those of a result do.
+const Tensor& flattened(const Tensor& x, const Line& line, int rank, std::list<Tensor>& made) {
+  const bool has_more = line.any_shape && x.dim() > rank;
+  return has_more ? made.emplace_back(x.flatten(0, x.dim() - rank)) : x;
+}
+
 // Return whether a kernel sees the tensor of line i, which is contiguous, in another shape: in the
 // first one of its line, or with the dimensions of `...` as one.
 bool has_other_shape(const Checked& call, int i) {
@@ -153,8 +160,6 @@ void lay_out(const Checked& call, int i, const Tensor& x, int rank, int p, Stora
   const bool is_other = has_other_shape(call, i);
   if (!is_other && (!line.any_shape || x.dim() == rank)) return;
   auto &shape = storage.shape[p], &stride = storage.stride[p];
-  TORCH_CHECK(is_other || x.dim() <= rank, call.op.name, ": expected `", line.name, "` of at most ",
-              rank, " dimensions, got ", x.sizes());
   int64_t count = 1;
   for (int d = rank; d-- > 0;) {
     const int64_t own = d - (rank - x.dim());
@@ -210,7 +215,8 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
       set_value(line, parameter.kind, value, storage.slots[p], storage);
     } else if (const Tensor& x = *call.tensors[i]; x.defined()) {
       const Layout layout = has_other_shape(call, i) ? Layout::kContiguous : parameter.layout;
-      const Tensor& taken = as_taken(x, parameter.type, layout, storage.owned);
+      const Tensor& taken = flattened(as_taken(x, parameter.type, layout, storage.owned), line,
+                                      parameter.rank, storage.owned);
       set_tensor(i, taken, const_cast<void*>(taken.const_data_ptr()));
     }
     ++p;
@@ -223,7 +229,9 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
       const Tensor wide = at::empty_like(*x, x->options().dtype(type));
       x = &storage.narrowed.emplace_back(*x, wide).second;
     }
-    set_tensor(owner.result_lines[r], *x, x->mutable_data_ptr());
+    const int i = owner.result_lines[r], rank = kernel.parameters[p].rank;
+    const Tensor& seen = flattened(*x, call.text.lines[i], rank, storage.owned);
+    set_tensor(i, seen, seen.mutable_data_ptr());
   }
 }
 

@@ -127,7 +127,7 @@ struct Call {
   Scratch<double> square_of_cutoff;  // [kinds + 1], from kind -1 on
   Scratch<double> begin, cells_per_unit;
   // A pair reads six rows of the table in whole vectors, beyond the last function. So that it does
-  // not read beyond the end, rows from `tail_begin` on are read in a copy.
+  // not read beyond the end, a pair at place `tail_begin` or later reads a copy.
   int64_t tail_begin;
   Scratch<Real> tail;
 
@@ -135,7 +135,7 @@ struct Call {
   explicit Call(const DensityInputs<Real, Index>& in);
 
   CALCOPS_HD_INLINED inline const Real* coefficients(int64_t place) const {
-    return place <= tail_begin ? table + place : tail.get() + (place - tail_begin);
+    return place < tail_begin ? table + place : tail.get() + (place - tail_begin);
   }
 };
 
@@ -259,7 +259,7 @@ Call<Real>::Call(const DensityInputs<Real, Index>& in)
       square_of_cutoff(kinds + 1),
       begin(kinds),
       cells_per_unit(kinds),
-      tail_begin(std::max<int64_t>(kinds * rows * functions - 5 * functions - padded, 0)),
+      tail_begin(std::max<int64_t>(kinds * rows * functions - 5 * functions - padded + 1, 0)),
       tail(kinds * rows * functions - tail_begin + padded) {
   square_of_cutoff.get()[0] = 0;
   for (int64_t k = 0; k < kinds; ++k) {

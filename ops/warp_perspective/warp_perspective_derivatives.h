@@ -19,48 +19,78 @@
 
 #include <calcops/operator.h>
 
+#include <vector>
+
 #include "warp_perspective/warp_perspective.h"
 
 namespace calcops::ops::warp_perspective {
 
 constexpr char kOp[] = "calcops::warp_perspective";
 
-// The dimensions of one call's image and warp. N is 1 where both lack it.
+// Return the sizes of a tensor's first dimensions, up to its last `count`.
+inline std::vector<Value> leading_sizes(const Value& x, int count) {
+  std::vector<Value> sizes;
+  for (int d = 0; d < x.dim() - count; ++d) sizes.push_back(x.size(d));
+  return sizes;
+}
+
+inline Value product_of(const std::vector<Value>& sizes) {
+  Value product = 1;
+  for (const Value& size : sizes) product = product * size;
+  return product;
+}
+
+// The dimensions of one call's image and warp. Those before C and before the matrix count results.
+// An image or a matrix without them, or with a single one of size 1, serves all results.
 struct Dimensions {
-  Value N = 1, C = 1, H, W;
-  bool has_N, has_C;
+  std::vector<Value> leading;  // of the result
+  Value N, C = 1, H, W;        // N is the number of results: the product of `leading`
+  bool has_C;
 
   Dimensions(const Value& image, const Value& warp) {
-    const int rank = image.dim(), warp_rank = warp.dim();
-    if (rank < 2 || rank > 4)
-      refuse(kOp, "image", "of shape [N or 1, C, H, W], [C, H, W] or [H, W]", image.shape());
-    has_N = rank == 4 || warp_rank == 3;
-    has_C = rank > 2;
+    if (image.dim() < 2) refuse(kOp, "image", "of shape [..., C, H, W] or [H, W]", image.shape());
+    has_C = image.dim() > 2;
     H = image.size(-2);
     W = image.size(-1);
     if (has_C) C = image.size(-3);
-    if (rank == 4) N = image.size(0);
-    bool is_ok = (warp_rank == 2 || warp_rank == 3) && warp.size(-2).expect_equal(3) &&
-                 warp.size(-1).expect_equal(3);
-    if (is_ok && warp_rank == 3) {
-      const Value count = warp.size(0);
-      // A guard is needed only if neither size is known.
-      if (rank < 4 || N.is_known(1) || (!count.is_known(1) && N.equals(1)))
-        N = count;
-      else
-        is_ok = count.is_known(1) || count.equals(1) || count.expect_equal(N);
-    }
-    if (is_ok) return;
-    const char* const what = "of shape [N or 1, 3, 3] or [3, 3]";
-    if (rank < 4 || N.equals(1)) refuse(kOp, "warp", what, warp.shape());
-    refuse(kOp, "warp", "of shape [N or 1, 3, 3] or [3, 3], [N] =", Value::list(N), warp.shape());
+    const std::vector<Value> of_image = leading_sizes(image, 3), of_warp = leading_sizes(warp, 2);
+    const bool is_matrix =
+        warp.dim() >= 2 && warp.size(-2).expect_equal(3) && warp.size(-1).expect_equal(3);
+    const bool warp_serves_all = of_warp.empty() || is_known_one(of_warp);
+    // A guard is needed only if neither size is known.
+    const bool image_serves_all =
+        of_image.empty() || is_known_one(of_image) || (!warp_serves_all && is_one(of_image));
+    leading = image_serves_all && !of_warp.empty() ? of_warp : of_image;
+    N = product_of(leading);
+    if (is_matrix &&
+        (image_serves_all || warp_serves_all || is_one(of_warp) || are_equal(of_image, of_warp)))
+      return;
+    const char* const what = "of shape [..., 3, 3]";
+    if (image_serves_all) refuse(kOp, "warp", what, warp.shape());
+    refuse(kOp, "warp", "of shape [..., 3, 3] or [3, 3], [...] =",
+           Value::list_of(of_image.data(), int(of_image.size())), warp.shape());
   }
 
   // Return the shape of a result.
   Value shape(const Value& height, const Value& width) const {
-    if (has_N && has_C) return Value::list(N, C, height, width);
-    if (has_N) return Value::list(N, height, width);
-    return has_C ? Value::list(C, height, width) : Value::list(height, width);
+    std::vector<Value> sizes = leading;
+    if (has_C) sizes.push_back(C);
+    sizes.push_back(height);
+    sizes.push_back(width);
+    return Value::list_of(sizes.data(), int(sizes.size()));
+  }
+
+ private:
+  static bool is_known_one(const std::vector<Value>& sizes) {
+    return sizes.size() == 1 && sizes[0].is_known(1);
+  }
+  static bool is_one(const std::vector<Value>& sizes) {
+    return sizes.size() == 1 && sizes[0].equals(1);
+  }
+  static bool are_equal(const std::vector<Value>& a, const std::vector<Value>& b) {
+    bool is_same = a.size() == b.size();
+    for (size_t d = 0; d < a.size() && is_same; ++d) is_same = a[d].expect_equal(b[d]);
+    return is_same;
   }
 };
 
@@ -226,9 +256,10 @@ struct Warping {
     return to_dtype_of(call("aten::reshape", items, shape), image);
   }
 
-  // Return a matrix as [N, 3, 3] in float64.
+  // Return matrices as [M, 3, 3] in float64.
   static Value matrices(const Value& warp) {
-    return warp.dim() == 2 ? call("aten::unsqueeze", to_float64(warp), 0) : to_float64(warp);
+    const Value count = product_of(leading_sizes(warp, 2));
+    return call("aten::reshape", to_float64(warp), Value::list(count, 3, 3));
   }
 
   Map map(const Value& height, const Value& width) const {

@@ -52,43 +52,82 @@ CALCOPS_HD inline void cross(const double* a, const double* b, double* out, int 
   out[2 * stride] = fma(a[0], b[1], -(a[1] * b[0]));
 }
 
-// The map m from destination to source.
+// The map m from destination to source, with a factor of all entries, which has no effect on the
+// map: warp itself if inverse_map, otherwise its adjugate. That is the inverse without the
+// roundings of a division.
+//
+// The largest entry of m is made 1..2. Before warp is inverted, so is the largest entry in each of
+// its rows and columns. So no product overflows or vanishes, whatever the units of the coordinates.
+// All these factors are powers of two, which change no bit of the map.
 struct Homography {
   double m[9];
-  double scale;  // the power of two that makes the largest entry of the caller's matrix 1..2
-  bool valid;    // false if no pixel has a source: m is singular, all zero or not finite
+  int row[3], column[3];  // warp[r][c] is multiplied by 2^(row[r] + column[c])
+  int common;             // and m[r][c] by 2^(column[r] + row[c] + common)
+  bool valid;             // false if no pixel has a source: m is singular, all zero or not finite
+
+  // Write `from`, a matrix like warp, with the factors of warp.
+  CALCOPS_HD void scale_warp(const double* from, double* to) const {
+    for (int i = 0; i < 9; ++i) to[i] = ldexp(from[i], row[i / 3] + column[i % 3]);
+  }
+  // Return the product of m[r][c] and its factor, or of such a number.
+  CALCOPS_HD double scaled(double of_m, int r, int c) const {
+    return ldexp(of_m, column[r] + row[c] + common);
+  }
 };
 
-CALCOPS_HD inline Homography make_homography(const double* warp, bool inverse_map) {
-  Homography h{};
-  double largest = 0;
-  bool is_finite = true;
-  for (int i = 0; i < 9; ++i) {
-    is_finite = is_finite && fabs(warp[i]) <= DBL_MAX;
-    largest = fmax(largest, fabs(warp[i]));
+constexpr int kOfZero = -10000;  // less than the exponent of any number
+
+// Return the largest exponent of three numbers, of which number k is multiplied by 2^added[k].
+CALCOPS_HD inline int largest_exponent(const double* x, int stride, const int* added) {
+  int largest = kOfZero;
+  for (int k = 0; k < 3; ++k) {
+    const double number = x[k * stride];
+    const int exponent = number != 0 ? ilogb(number) + added[k] : largest;
+    largest = exponent > largest ? exponent : largest;
   }
-  h.valid = is_finite && largest > 0;
-  if (!h.valid) return h;
-  // A common factor of all entries has no effect on the map. With this one, products neither
-  // overflow nor vanish.
-  const int exponent = -ilogb(largest);
-  h.scale = ldexp(1.0, exponent < 1023 ? exponent : 1023);
-  double r[9];
-  for (int i = 0; i < 9; ++i) r[i] = warp[i] * h.scale;
-  if (inverse_map) {
-    for (int i = 0; i < 9; ++i) h.m[i] = r[i];
-    return h;
-  }
-  // The adjugate is the inverse up to a factor. It saves the roundings of a division.
-  cross(r + 3, r + 6, h.m, 3);
-  cross(r + 6, r, h.m + 1, 3);
-  cross(r, r + 3, h.m + 2, 3);
-  const double det = fma(r[0], h.m[0], fma(r[1], h.m[3], r[2] * h.m[6]));
+  return largest;
+}
+
+// Write the adjugate of r. Return false if r is singular, or so near to it that rounding decides.
+CALCOPS_HD inline bool find_adjugate(const double* r, double* adjugate) {
+  cross(r + 3, r + 6, adjugate, 3);
+  cross(r + 6, r, adjugate + 1, 3);
+  cross(r, r + 3, adjugate + 2, 3);
+  const double det = fma(r[0], adjugate[0], fma(r[1], adjugate[3], r[2] * adjugate[6]));
   // The sum of the magnitudes of the determinant's six products bounds its rounding error.
   const double magnitude = fma(fabs(r[0]), fma(fabs(r[4]), fabs(r[8]), fabs(r[5] * r[7])),
                                fma(fabs(r[1]), fma(fabs(r[3]), fabs(r[8]), fabs(r[5] * r[6])),
                                    fabs(r[2]) * fma(fabs(r[3]), fabs(r[7]), fabs(r[4] * r[6]))));
-  h.valid = fabs(det) > 8 * DBL_EPSILON * magnitude;
+  return fabs(det) > 8 * DBL_EPSILON * magnitude;
+}
+
+CALCOPS_HD inline Homography make_homography(const double* warp, bool inverse_map) {
+  Homography h{};
+  bool is_zero = true;
+  bool is_finite = true;
+  for (int i = 0; i < 9; ++i) {
+    is_zero = is_zero && warp[i] == 0;
+    is_finite = is_finite && fabs(warp[i]) <= DBL_MAX;
+  }
+  h.valid = is_finite && !is_zero;
+  if (!h.valid) return h;
+  double scaled[9], adjugate[9];
+  const double* unscaled = warp;
+  if (!inverse_map) {
+    for (int c = 0; c < 3; ++c) h.column[c] = -largest_exponent(warp + c, 3, h.row);
+    for (int r = 0; r < 3; ++r) h.row[r] = -largest_exponent(warp + 3 * r, 1, h.column);
+    h.scale_warp(warp, scaled);
+    h.valid = find_adjugate(scaled, adjugate);
+    if (!h.valid) return h;
+    unscaled = adjugate;
+  }
+  int largest = kOfZero;
+  for (int r = 0; r < 3; ++r) {
+    const int of_row = largest_exponent(unscaled + 3 * r, 1, h.row) + h.column[r];
+    largest = of_row > largest ? of_row : largest;
+  }
+  h.common = -largest;
+  for (int i = 0; i < 9; ++i) h.m[i] = h.scaled(unscaled[i], i / 3, i % 3);
   return h;
 }
 
@@ -104,17 +143,17 @@ CALCOPS_HD inline Homography homography_of(const WarpInputs<Pixel>& in, int64_t 
 // k = i + 2 (modulo 3). If inverse_map, it is `right` alone.
 CALCOPS_HD inline void homography_tangent(const Homography& h, const double* left,
                                           const double* right, bool inverse_map, double* moved) {
+  for (int i = 0; i < 9 && inverse_map; ++i) moved[i] = h.scaled(right[i], i / 3, i % 3);
+  if (inverse_map) return;
   double p[9], q[9];
-  for (int i = 0; i < 9; ++i) {
-    p[i] = left[i] * h.scale;
-    q[i] = moved[i] = right[i] * h.scale;
-  }
-  for (int i = 0; i < 3 && !inverse_map; ++i) {
+  h.scale_warp(left, p);
+  h.scale_warp(right, q);
+  for (int i = 0; i < 3; ++i) {
     const int j = (i + 1) % 3, k = (i + 2) % 3;
     double of_k[3], of_j[3];
     cross(p + 3 * j, q + 3 * k, of_k, 1);
     cross(q + 3 * j, p + 3 * k, of_j, 1);
-    for (int c = 0; c < 3; ++c) moved[3 * c + i] = of_k[c] + of_j[c];
+    for (int c = 0; c < 3; ++c) moved[3 * c + i] = h.scaled(of_k[c] + of_j[c], c, i);
   }
 }
 
@@ -123,22 +162,25 @@ CALCOPS_HD inline void homography_tangent(const Homography& h, const double* lef
 CALCOPS_HD inline void homography_backward(const Homography& h, const double* left,
                                            const double* grad_m, bool inverse_map,
                                            double* grad_right) {
-  for (int i = 0; i < 9; ++i) grad_right[i] = h.valid && inverse_map ? grad_m[i] * h.scale : 0;
+  double g[9], of_scaled[9] = {};
+  for (int i = 0; i < 9; ++i) g[i] = h.valid ? h.scaled(grad_m[i], i / 3, i % 3) : 0;
+  for (int i = 0; i < 9; ++i) grad_right[i] = g[i];
   if (!h.valid || inverse_map) return;
   double rows[9];
-  for (int i = 0; i < 9; ++i) rows[i] = left[i] * h.scale;
+  h.scale_warp(left, rows);
   // The gradient g of column i adds row_k x g to that for row j, and g x row_j to that for row k.
   for (int i = 0; i < 3; ++i) {
     const int j = (i + 1) % 3, k = (i + 2) % 3;
-    const double g[3] = {grad_m[i], grad_m[3 + i], grad_m[6 + i]};
+    const double column[3] = {g[i], g[3 + i], g[6 + i]};
     double to_j[3], to_k[3];
-    cross(rows + 3 * k, g, to_j, 1);
-    cross(g, rows + 3 * j, to_k, 1);
+    cross(rows + 3 * k, column, to_j, 1);
+    cross(column, rows + 3 * j, to_k, 1);
     for (int c = 0; c < 3; ++c) {
-      grad_right[3 * j + c] = fma(h.scale, to_j[c], grad_right[3 * j + c]);
-      grad_right[3 * k + c] = fma(h.scale, to_k[c], grad_right[3 * k + c]);
+      of_scaled[3 * j + c] += to_j[c];
+      of_scaled[3 * k + c] += to_k[c];
     }
   }
+  h.scale_warp(of_scaled, grad_right);
 }
 
 // (X, Y, W) of the first pixel of a row of the destination, u = 0.

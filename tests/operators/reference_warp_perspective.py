@@ -1,6 +1,8 @@
 """Inputs for calcops::warp_perspective and reference results in NumPy, computed from the formulas of
 its header."""
 
+from fractions import Fraction
+
 import numpy as np
 import torch
 
@@ -115,6 +117,25 @@ def reference(
             tap = np.where((row >= 0) & (column >= 0), image[:, row, column], border)
             result += weight_y * weight_x * tap
     return torch.from_numpy(np.where(has_source, result, border))
+
+
+def exact_map(warp, inverse_map):
+    """Return the map from destination to source as three rows of fractions."""
+    rows = [[Fraction(entry) for entry in row] for row in warp.tolist()]
+    if inverse_map:
+        return rows
+
+    def cross(a, b):
+        return [a[k - 2] * b[k - 1] - a[k - 1] * b[k - 2] for k in range(3)]
+
+    columns = [cross(rows[k - 2], rows[k - 1]) for k in range(3)]
+    determinant = sum(a * b for a, b in zip(rows[0], columns[0], strict=True))
+    return [[column[k] / determinant for column in columns] for k in range(3)]
+
+
+def exact_source(map_, u, v):
+    """Return the homogeneous coordinates (X, Y, W) of the source of a pixel."""
+    return [row[0] * u + row[1] * v + row[2] for row in map_]
 
 
 # {name: (matrix, inverse_map)}. With these maps, no pixel of a result has a source.

@@ -1,5 +1,7 @@
 """calcops::warp_perspective: values against an exact float64 reference and against OpenCV."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -307,6 +309,37 @@ def test_batches_broadcast_over_images_and_matrices(device):
     for name, (image, warp, expected) in cases.items():
         result = warp_perspective(image, warp, (6, 7))
         assert torch.equal(result, expected), name
+
+
+def test_images_and_matrices_may_have_several_leading_dimensions(device):
+    """These are videos of frames. Their strides do not let the two dimensions be joined."""
+    videos = random_image(3, 2, 2, 9, 11).to(device).transpose(0, 1)
+    warps = (TILTED + 0.01 * torch.arange(6).view(2, 3, 1, 1)).to(device)
+    destinations = random_image(3, 2, 2, 6, 7, seed=1).to(device).transpose(0, 1)
+    for name, image, warp in (
+        ("a matrix for each frame", videos, warps),
+        ("one matrix", videos, TILTED.to(device)),
+        ("a matrix with N = 1", videos, TILTED.to(device)[None]),
+        ("one image", videos[0, 0], warps),
+        ("an image with N = 1", videos[:1, 0], warps),
+        ("one image without channels", videos[0, 0, 0], warps),
+    ):
+        destination = destinations[:, :, 0] if image.dim() == 2 else destinations
+        result = warp_perspective(
+            image, warp, (6, 7), border_mode="transparent", destination=destination
+        )
+        assert result.shape == destination.shape
+        images = image.expand(2, 3, *destination.shape[2:-2], 9, 11)
+        matrices = warp.expand(2, 3, 3, 3)
+        for place in itertools.product(range(2), range(3)):
+            expected = warp_perspective(
+                images[place],
+                matrices[place],
+                (6, 7),
+                border_mode="transparent",
+                destination=destination[place],
+            )
+            assert torch.equal(result[place], expected), name
 
 
 def test_a_float32_matrix_is_widened_and_leaves_a_float64_image_in_float64(device):

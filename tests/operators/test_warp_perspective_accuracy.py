@@ -1,5 +1,9 @@
 """calcops::warp_perspective: the promised accuracy, with a search for the worst case."""
 
+import itertools
+import random
+from fractions import Fraction
+
 import pytest
 import torch
 from reference_warp_perspective import (
@@ -9,6 +13,8 @@ from reference_warp_perspective import (
     SHRUNK,
     TILTED,
     TURNED,
+    exact_map,
+    exact_source,
     random_image,
 )
 
@@ -50,6 +56,90 @@ def test_float32_is_as_near_to_float64_as_promised(border_mode, interpolation, b
         )
         result = warp_perspective(image, warp, dsize, interpolation, border_mode, [0.7], True)
         assert (result - exact).abs().max() <= bound
+
+
+def coordinates(size):
+    """Return an image whose channels are x and y."""
+    ramp = torch.arange(size, dtype=torch.float64)
+    return torch.stack([ramp.expand(size, size), ramp[:, None].expand(size, size)])
+
+
+@pytest.mark.parametrize("inverse_map", [False, True])
+def test_sources_near_the_horizon_are_as_accurate_as_promised(inverse_map, device):
+    """The border mirrors the image, so that its pixels are a function of distant coordinates."""
+    size = 64
+    draw = random.Random(0)
+    image = coordinates(size).to(device)
+    farthest = 0
+    for _ in range(20):
+        warp = torch.tensor([[draw.uniform(-0.5, 0.5) for _ in range(3)] for _ in range(3)])
+        scale = torch.tensor([[1, 1, size], [1, 1, size], [3 / size, 3 / size, 0]])
+        warp = IDENTITY + warp.double() * scale
+        options = (size, size), "linear", "reflect_101", None, inverse_map
+        result = warp_perspective(image, warp.to(device), *options).cpu()
+        to_source = exact_map(warp, inverse_map)
+        for u, v in itertools.product(range(0, size, 5), range(0, size, 7)):
+            x, y, w = exact_source(to_source, u, v)
+            if w == 0 or max(abs(x), abs(y)) > 10**4 * abs(w):
+                continue
+            farthest = max(farthest, abs(x / w))
+            for coordinate, value in zip((x / w, y / w), result[:, v, u].tolist(), strict=True):
+                rest = coordinate % (2 * size - 2)
+                assert abs(min(rest, 2 * size - 2 - rest) - Fraction(value)) <= 1e-8
+    assert farthest > 5000
+
+
+def extreme_matrix(kind, draw):
+    """Return a matrix [3, 3] with some entries of 1e-150 to 1e150."""
+
+    def extreme():
+        return draw.choice([-1, 1]) * draw.uniform(1, 10) * 10.0 ** draw.randint(-150, 149)
+
+    noise = torch.tensor([[draw.uniform(-0.3, 0.3) for _ in range(3)] for _ in range(3)])
+    warp = IDENTITY + noise
+    if kind == "translation":
+        warp[0, 2] = extreme()
+        warp[1, 2] = draw.choice([extreme(), 3.0])
+    elif kind == "perspective":
+        warp[2, 0] = extreme()
+        warp[2, 1] = draw.choice([extreme(), 0.01])
+    else:
+        warp[0] *= extreme()
+        warp[1] *= draw.choice([extreme(), 1.0])
+    return warp
+
+
+@pytest.mark.parametrize("kind", ["translation", "perspective", "scale"])
+def test_matrices_with_entries_of_any_magnitude_are_inverted(kind, device):
+    """The expected values are computed with fractions.
+
+    Let z = (X, Y, W) be the source of a pixel. Where entry (a, b) of warp changes by 1, z changes
+    by -z[b] times column a of the inverse.
+    """
+    size = 40
+    draw = random.Random(kind)
+    image = coordinates(size).to(device)
+    sources_inside = 0
+    for _ in range(100):
+        warp = extreme_matrix(kind, draw)
+        leaf = warp.to(device).requires_grad_()
+        result = warp_perspective(image, leaf, (2, 3), border_mode="replicate")
+        inverse = exact_map(warp, False)
+        for u, v, k in itertools.product(range(3), range(2), range(2)):
+            z = exact_source(inverse, u, v)
+            position = z[k] / z[2]
+            expected = min(max(position, 0), size - 1)
+            assert abs(result[k, v, u].item() - expected) < 1e-9
+            if not 0.01 < position < size - 1.01 or abs(position - round(position)) < 0.001:
+                continue
+            sources_inside += 1
+            (gradient,) = torch.autograd.grad(result[k, v, u], leaf, retain_graph=True)
+            for a, b in itertools.product(range(3), repeat=2):
+                slope = z[b] * (position * inverse[2][a] - inverse[k][a]) / z[2]
+                # Relative to the entry, because its own magnitude is arbitrary.
+                error = Fraction(gradient[a, b].item()) - slope
+                assert abs(error * Fraction(warp[a, b].item())) < 1e-9
+    assert sources_inside > 50
 
 
 @pytest.mark.parametrize("interpolation", ["linear", "cubic"])

@@ -196,8 +196,8 @@ def test_every_element_of_results_and_gradients_is_written(border_mode, interpol
 
 GOOD = {"image": torch.zeros(2, 3, 5, 6), "warp": torch.eye(3), "dsize": (4, 4)}
 TRANSPARENT = {"border_mode": "transparent"}
-OF_IMAGE = "`image` of shape [N or 1, C, H, W], [C, H, W] or [H, W], got"
-OF_WARP = "`warp` of shape [N or 1, 3, 3] or [3, 3], [N] = [2], got"
+OF_IMAGE = "`image` of shape [..., C, H, W] or [H, W], got"
+OF_WARP = "`warp` of shape [..., 3, 3] or [3, 3], [...] = [2], got"
 BORDER_MODES = '"constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent"'
 
 
@@ -205,7 +205,10 @@ BORDER_MODES = '"constant", "replicate", "reflect", "wrap", "reflect_101" or "tr
     ("bad", "message"),
     [
         ({"image": torch.zeros(5)}, f"{OF_IMAGE} [5]"),
-        ({"image": torch.zeros(1, 1, 1, 5, 6)}, f"{OF_IMAGE} [1, 1, 1, 5, 6]"),
+        (
+            {"image": torch.zeros(4, 2, 3, 5, 6), "warp": torch.zeros(2, 3, 3)},
+            "`warp` of shape [..., 3, 3] or [3, 3], [...] = [4, 2], got [2, 3, 3]",
+        ),
         (
             {"image": torch.zeros(5, 6).int()},
             "`image` uint8, uint16, int16, float16, bfloat16, float32 or float64, got Int",

@@ -29,6 +29,7 @@ def matrices(kind, count):
         "shift": [[1, 0, 3], [0, 1, 0], [0, 0, 1]],
         "to a point": [[1e-3, 0, 0], [0, 1e-3, 0], [0, 0, 1]],
         "from a point": [[1e3, 0, 0], [0, 1e3, 0], [0, 0, 1]],
+        "far": [[1e90, 0.2, 1e110], [0.1, 1, 2], [1e-20, 0.3, 4]],
         "singular": [[1, 2, 3], [2, 4, 6], [0, 0, 1]],
         "mirrored": [[-1, 0, 7.5], [0, 1, 0.25], [0, 0, 1]],
         "horizon": [[1, 0.2, 0], [0.1, 1, 0], [0.11, -0.07, 1]],
@@ -47,6 +48,7 @@ KINDS = [
     "shift",
     "to a point",
     "from a point",
+    "far",
     "singular",
     "mirrored",
     "horizon",
@@ -207,7 +209,9 @@ def test_kernels_agree_with_the_cpu_for_empty_sizes(kernels, size):
     check(kernels, image, matrices("shift", max(count, 1)), out, "linear", "reflect", None, False)
 
 
-@pytest.mark.parametrize("kind", ["tilted", "tiny", "shift", "singular", "horizon", "zero", "nan"])
+@pytest.mark.parametrize(
+    "kind", ["tilted", "tiny", "shift", "far", "singular", "horizon", "zero", "nan"]
+)
 @pytest.mark.parametrize("inverse_map", [False, True])
 def test_motions_are_those_of_the_cpu(kernels, kind, inverse_map):
     warp = matrices(kind, 3)

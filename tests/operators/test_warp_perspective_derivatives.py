@@ -2,6 +2,7 @@
 second order, torch.func, float32."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from calcops_jit import warp_perspective
 backward = torch.ops.calcops._warp_perspective_backward
 
 
-# (image shape, matrix shape): every pairing of N and C that broadcasts
+# (image shape, matrix shape): every pairing of dimensions that broadcasts
 SHAPES = {
     "HW": ((5, 4), (3, 3)),
     "CHW": ((2, 5, 4), (3, 3)),
@@ -29,6 +30,8 @@ SHAPES = {
     "one matrix": ((2, 2, 5, 4), (3, 3)),
     "one image": ((2, 5, 4), (2, 3, 3)),
     "N of 1": ((1, 2, 5, 4), (2, 3, 3)),
+    "videos": ((2, 2, 1, 4, 3), (2, 2, 3, 3)),
+    "one image, matrices of videos": ((4, 3), (1, 2, 3, 3)),
 }
 
 
@@ -38,7 +41,7 @@ def arguments(image_shape, warp_shape, device="cpu", dtype=torch.float64):
     near = torch.tensor(
         [[0.93, 0.11, 0.417], [-0.07, 1.04, -0.339], [0.011, -0.007, 1.0]], dtype=torch.float64
     )
-    count = warp_shape[0] if len(warp_shape) == 3 else 1
+    count = math.prod(warp_shape[:-2])
     step = torch.linspace(0, 0.031, count, dtype=torch.float64)
     warp = (near + step[:, None, None]).reshape(warp_shape).to(device, dtype)
     return image.requires_grad_(), warp.requires_grad_()

@@ -37,18 +37,22 @@ def valid_arguments(draw, seed):
     dtype = draw.choice(DTYPES)
     batch = draw.choice([1, 2, 3])
     channels = draw.choice([0, 1, 2, 3])
-    kind = draw.choice(["HW", "CHW", "NCHW", "one matrix", "one image"])
+    kind = draw.choice(["HW", "CHW", "NCHW", "one matrix", "one image", "videos"])
     size = draw.choice(SIZES), draw.choice(SIZES)
 
     if kind == "HW":
         shape = size
     elif kind in ("CHW", "one image"):
         shape = (channels, *size)
+    elif kind == "videos":
+        shape = (2, batch, channels, *size)
     else:
         shape = (batch, channels, *size)
 
     image = random_image(*shape, dtype=dtype, seed=seed)
     warp_shape = (batch, 3, 3) if kind in ("NCHW", "one image") else (3, 3)
+    if kind == "videos":
+        warp_shape = draw.choice([(3, 3), (1, 3, 3), (2, batch, 3, 3)])
     warp = matrices(draw, warp_shape)
     arguments = {
         "image": image,
@@ -61,7 +65,7 @@ def valid_arguments(draw, seed):
     arguments["border_value"] = draw.choice([None, [], 0.5, [0.25], [k / 4 for k in range(count)]])
     arguments["inverse_map"] = draw.random() < 0.5
     if arguments["border_mode"] == "transparent":
-        result_shape = (batch,) if image.dim() == 4 or len(warp_shape) == 3 else ()
+        result_shape = image.shape[:-3] or warp_shape[:-2]
         result_shape += (image.shape[-3],) if image.dim() > 2 else ()
         result_shape += tuple(arguments["dsize"] or size)
         arguments["destination"] = random_image(*result_shape, dtype=dtype, seed=seed + 1)

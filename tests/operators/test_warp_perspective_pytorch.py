@@ -21,7 +21,7 @@ def arguments(*image_shape, device="cpu", dtype=torch.float64):
     "shape, dtype",
     [
         *(((2, 7, 6), dtype) for dtype in DTYPES),
-        *((shape, torch.float64) for shape in [(7, 6), (2, 2, 7, 6)]),
+        *((shape, torch.float64) for shape in [(7, 6), (2, 2, 7, 6), (2, 2, 1, 7, 6)]),
     ],
 )
 def test_opcheck_passes_for_the_operator(shape, dtype, device):

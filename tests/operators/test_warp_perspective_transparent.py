@@ -83,6 +83,39 @@ def test_where_no_pixel_has_a_source_the_destination_is_the_result(name, device)
         assert torch.equal(result, destination)
 
 
+@pytest.mark.parametrize("interpolation", ["linear", "nearest"])
+def test_sources_inside_the_image_give_the_pixels_of_opencv(interpolation):
+    """OpenCV also writes pixels whose sources are outside. So only pixels that change count."""
+    cv2 = pytest.importorskip("cv2")
+    image = random_image(9, 11, dtype=torch.float32)
+    destination = -torch.ones(20, 30)
+    for warp in (TILTED, SHRUNK):
+        result = onto(destination, image, warp, interpolation)
+        expected = cv2.warpPerspective(
+            image.numpy(),
+            warp.numpy(),
+            (30, 20),
+            dst=destination.numpy().copy(),
+            flags=getattr(cv2, f"INTER_{interpolation.upper()}"),
+            borderMode=cv2.BORDER_TRANSPARENT,
+        )
+        is_written = result != destination
+        assert is_written.any()
+        difference = (result - torch.from_numpy(expected))[is_written]
+        assert difference.abs().max() < 1e-4
+
+
+def test_cubic_taps_outside_the_image_are_those_of_reflect_101(device):
+    image = random_image(2, 9, 11).to(device)
+    for warp in (TILTED.to(device), SHRUNK.to(device)):
+        destination = torch.full((2, 20, 30), 7.0, dtype=torch.float64, device=device)
+        result = onto(destination, image, warp, "cubic")
+        expected = warp_perspective(image, warp, (20, 30), "cubic", "reflect_101")
+        is_written = result != destination
+        assert is_written.any()
+        assert torch.equal(result[is_written], expected[is_written])
+
+
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 def test_derivatives_are_right_for_image_matrix_and_destination(interpolation, device):
     image = random_image(1, 4, 3).to(device)
