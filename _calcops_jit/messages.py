@@ -191,6 +191,12 @@ def _what_led_to(error: re.Match, output: str) -> list[re.Match]:
     return [match for match in matches if match and not re.match(_FOREIGN, match["at"])]
 
 
+def notebook_shell():
+    """Return the shell of IPython, which runs notebooks; None in another program."""
+    ipython = sys.modules.get("IPython")
+    return ipython and ipython.get_ipython()
+
+
 def say(text: str) -> None:
     """Print a line on stderr. It is never redrawn."""
     _print(f"calcops_jit: {text}\n")
