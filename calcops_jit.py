@@ -39,7 +39,7 @@ if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
 
 from _calcops_jit import __version__, library, request
 from _calcops_jit.library import Library
-from _calcops_jit.messages import BuildError, notebook_shell, say
+from _calcops_jit.messages import BuildError, ShortErrors, notebook_shell, say
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -93,7 +93,8 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(request.request_for(**locals()))  # it has the same parameters
+    with ShortErrors():
+        return library.obtain(request.request_for(**locals()))  # it has the same parameters
 
 
 def reload() -> list[str]:
@@ -111,14 +112,15 @@ def reload() -> list[str]:
         BuildError: a library could not be built, or a schema or C++ signature changed, or it
             cannot be loaded twice in a process. Its old kernels are still called.
     """
-    changed = library.reload()
-    if _own is not None:
-        _expose()
+    with ShortErrors():
+        changed = library.reload()
+        if _own is not None:
+            _expose()
+            return changed
+        _import_operators()  # missing since the import of this module
+        if _own is not None:
+            changed.append("calcops")
         return changed
-    _import_operators()  # missing since the import of this module
-    if _own is not None:
-        changed.append("calcops")
-    return changed
 
 
 def watch(seconds: float = 0.3) -> Callable[[], None]:
@@ -189,7 +191,8 @@ if __name__ == "__main__":
 
     sys.exit(cli.main())
 try:
-    _import_operators()
+    with ShortErrors():
+        _import_operators()
 except BuildError as error:
     _problem = error
     say(str(error))

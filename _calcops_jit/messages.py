@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shutil
 import sys
@@ -107,6 +108,22 @@ class BuildError(RuntimeError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows in place of a traceback."""
         return [f"BuildError: {self}"]
+
+
+class ShortErrors:
+    """A context whose errors a notebook shows without a traceback. A script shows it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        line = ""
+        if kind is KeyboardInterrupt:
+            line = "KeyboardInterrupt: the build was stopped"
+        elif str(error).startswith("calcops_jit"):  # others are not expected
+            line = f"{kind.__name__}: {error}"
+        if line and notebook_shell():
+            error._render_traceback_ = functools.partial(list, [line])  # it can be pickled
 
 
 def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildError:

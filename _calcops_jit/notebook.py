@@ -17,7 +17,7 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from . import library
 from .cache import write_whole
 from .inputs import digest
-from .messages import BuildError
+from .messages import BuildError, ShortErrors
 from .request import CELLS, request_for
 
 _loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
@@ -77,8 +77,9 @@ def operator(line: str, cell: str) -> None:
         "verbose": options.verbose,
     }
     try:
-        wanted = request_for(options.name, source, **settings)
-        loaded = library.obtain(wanted, replaced=_libraries.get(options.name))
+        with ShortErrors():
+            wanted = request_for(options.name, source, **settings)
+            loaded = library.obtain(wanted, replaced=_libraries.get(options.name))
     except BaseException as error:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())

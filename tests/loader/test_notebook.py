@@ -204,6 +204,35 @@ def test_a_later_cell_of_another_name_takes_over_the_name_of_an_operator(kernel)
     assert kernel.run("print(shared is torch.ops.other_library.shared)").out == "True\n"
 
 
+# Sends the notebook's own process what the stop button sends, a second later.
+STOP = """import os, signal, threading
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+"""
+
+
+def test_a_stopped_build_is_one_line(kernel):
+    kernel.run(STOP)
+    error = kernel.run("%%operator stopped\n#include <torch/extension.h>").error
+    assert error == "KeyboardInterrupt: the build was stopped"
+    kernel.run("open('slow.cpp', 'w').write('#include <torch/extension.h>')")
+    error = kernel.run(f"{STOP}calcops_jit.load('stopped', 'slow.cpp')").error
+    assert error == "KeyboardInterrupt: the build was stopped"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ("'mine', 'absent.cpp'", "FileNotFoundError"),
+        ("'1a', 'absent.cpp'", "ValueError"),
+        ("'mine', 3", "TypeError"),
+    ],
+)
+def test_a_wrong_argument_of_load_is_one_line(kernel, arguments, kind):
+    error = kernel.run(f"calcops_jit.load({arguments})").error
+    assert error.startswith(f"{kind}: calcops_jit.load: expected `")
+    assert "\n" not in error
+
+
 def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folder):
     with Kernel(folder) as other:
         other.run("import torch, calcops_jit")
