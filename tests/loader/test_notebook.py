@@ -233,6 +233,31 @@ def test_a_wrong_argument_of_load_is_one_line(kernel, arguments, kind):
     assert "\n" not in error
 
 
+def test_the_fix_of_an_unwritable_cache_is_a_line_for_a_notebook_and_works(kernel, folder):
+    cell = cell_of("elsewhere", "placed")
+    kernel.run("%env CALCOPS_CACHE=/proc/nowhere")
+    error = kernel.run(cell).error
+    (fix,) = re.findall(r"  fix: (%env CALCOPS_CACHE=)<a folder of your own>\n", error)
+    kernel.run(f"{fix}{folder}/cache")
+    assert kernel.run(cell).error == ""
+
+
+@pytest.mark.parametrize(
+    ("fix", "shown"),
+    [
+        ("export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'", "fix: %env TORCH_CUDA_ARCH_LIST=8.0;9.0+PTX"),
+        ("unset CXX", "fix: %env CXX="),
+        ("export LD_PRELOAD=/a.so", "and start Jupyter again"),
+        ("export MAX_JOBS=1, or raise: ulimit -u", "or raise: ulimit -u"),
+        ("python -m calcops_jit clean", "fix: python -m calcops_jit clean"),
+    ],
+)
+def test_a_fix_by_a_variable_is_a_line_for_a_notebook(kernel, fix, shown):
+    call = f"from _calcops_jit.messages import report\nprint(report('what', [], {fix!r}))"
+    lines = kernel.run(call).out.splitlines()
+    assert shown in [line.strip() for line in lines]
+
+
 def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folder):
     with Kernel(folder) as other:
         other.run("import torch, calcops_jit")
