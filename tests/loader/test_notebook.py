@@ -233,6 +233,23 @@ def test_a_wrong_argument_of_load_is_one_line(kernel, arguments, kind):
     assert "\n" not in error
 
 
+def test_an_operator_of_a_cell_works_in_a_spawned_worker_or_raises_an_error_there(kernel):
+    """A worker that ends while it unpickles would let the pool wait for ever."""
+    kernel.run("""
+import multiprocessing, shutil
+def called_in_worker(operator):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.starmap_async(operator, [(one,)]).get(timeout=100)[0].item()
+""")
+    kernel.run(cell_of("pickled", "sent"))
+    assert kernel.run("print(called_in_worker(sent))").out == "2.0\n"
+    kernel.run(cell_of("unpickled", "lost"))
+    kernel.run("from _calcops_jit import notebook")
+    kernel.run("shutil.rmtree(notebook._libraries['unpickled']._request.root)")
+    error = kernel.run("called_in_worker(lost)").error
+    assert error.startswith("BuildError: cannot unpickle unpickled: ")
+
+
 def test_the_fix_of_an_unwritable_cache_is_a_line_for_a_notebook_and_works(kernel, folder):
     cell = cell_of("elsewhere", "placed")
     kernel.run("%env CALCOPS_CACHE=/proc/nowhere")
