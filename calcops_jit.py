@@ -12,7 +12,7 @@ TorchScript.
     mine.my_operator(x)                     # or torch.ops.my_namespace.my_operator(x)
     calcops_jit.reload()                    # rebuilds edited sources and exchanges the kernels
     stop = calcops_jit.watch()              # reloads on every save, until stop() is called
-    %load_ext calcops_jit                   # notebooks: %%operator compiles a cell
+    %%operator mine                         # in a notebook: compiles the C++ in this cell
 
     python -m calcops_jit --help            # build, where, why, doctor, export, cache, clean
 
@@ -39,7 +39,7 @@ if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
 
 from _calcops_jit import __version__, library, request
 from _calcops_jit.library import Library
-from _calcops_jit.messages import BuildError, say
+from _calcops_jit.messages import BuildError, ShortErrors, notebook_shell, say
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -93,7 +93,8 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    return library.obtain(request.request_for(**locals()))  # it has the same parameters
+    with ShortErrors():
+        return library.obtain(request.request_for(**locals()))  # it has the same parameters
 
 
 def reload() -> list[str]:
@@ -111,14 +112,15 @@ def reload() -> list[str]:
         BuildError: a library could not be built, or a schema or C++ signature changed, or it
             cannot be loaded twice in a process. Its old kernels are still called.
     """
-    changed = library.reload()
-    if _own is not None:
-        _expose()
+    with ShortErrors():
+        changed = library.reload()
+        if _own is not None:
+            _expose()
+            return changed
+        _import_operators()  # missing since the import of this module
+        if _own is not None:
+            changed.append("calcops")
         return changed
-    _import_operators()  # missing since the import of this module
-    if _own is not None:
-        changed.append("calcops")
-    return changed
 
 
 def watch(seconds: float = 0.3) -> Callable[[], None]:
@@ -136,7 +138,7 @@ def watch(seconds: float = 0.3) -> Callable[[], None]:
 
 
 def load_ipython_extension(shell) -> None:
-    """Register the cell magic %%operator, for %load_ext calcops_jit."""
+    """Register the cell magic %%operator. The import does so in IPython, and so does %load_ext."""
     from _calcops_jit import notebook
 
     shell.register_magic_function(notebook.operator, "cell")
@@ -189,7 +191,10 @@ if __name__ == "__main__":
 
     sys.exit(cli.main())
 try:
-    _import_operators()
+    with ShortErrors():
+        _import_operators()
 except BuildError as error:
     _problem = error
     say(str(error))
+if notebook_shell():
+    load_ipython_extension(notebook_shell())

@@ -32,7 +32,7 @@ class Library:
     the attribute of that name.
 
     reload() changes a Library in place: its handles stay, and call the new kernels. A copy is the
-    same object. A Library is pickled as the arguments of its load().
+    same object. A Library is pickled as the arguments of its load(), and a handle with its Library.
     """
 
     path: str
@@ -135,13 +135,6 @@ def _exchanges() -> Iterator[Callable[[], list[str]]]:
         # Without the lock: it waits for a compilation in another thread, which may call load().
         if changed() or extend_others:
             _forget_traces()
-
-
-def _unpickled(asked: dict | None) -> Library:
-    try:
-        return obtain(request.request_for(**asked) if asked else request.own())
-    except FileNotFoundError as error:  # multiprocessing.Pool waits for ever after an OSError
-        raise BuildError(f"cannot unpickle a library whose sources are gone: {error}") from None
 
 
 def _load(library: Library, wanted: Request, build: bool) -> bool:
@@ -457,5 +450,60 @@ def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:
     return inspect.Signature(parameters)
 
 
-# copy.copy() of PyTorch's own handles never returns.
-copyreg.pickle(torch._ops.OpOverloadPacket, lambda handle: (_packet, (handle._qualified_op_name,)))
+# ---- pickle --------------------------------------------------------------------------------------
+
+
+class _Unavailable:
+    """What a Library or a handle becomes in a process that cannot load it. Its use raises why.
+
+    If unpickling raised an error, a worker of a multiprocessing.Pool would end, and the Pool would
+    wait for ever.
+    """
+
+    def __init__(self, reason: str):
+        self._reason = reason
+
+    def __call__(self, *arguments, **options):
+        raise BuildError(self._reason)
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):  # pickle looks for methods of such names
+            raise AttributeError(name)
+        raise BuildError(self._reason)
+
+
+def _unpickled(asked: dict | None) -> Library | _Unavailable:
+    try:
+        return obtain(request.request_for(**asked) if asked else request.own())
+    except Exception as error:
+        return _Unavailable(f"cannot unpickle {asked['name'] if asked else 'calcops'}: {error}")
+
+
+def _unpickled_handle(library: Library | _Unavailable, name: str, overload: str):
+    if isinstance(library, _Unavailable):
+        return library
+    try:
+        packet = _packet(name)
+        return getattr(packet, overload) if overload else packet
+    except AttributeError:
+        return _Unavailable(
+            f"cannot unpickle {name}: no such operator in {library._generation.path}"
+        )
+
+
+def _reduced(packet: torch._ops.OpOverloadPacket, overload: str = "") -> tuple:
+    """Return how to unpickle a handle: with its library, which another process may lack."""
+    name = packet._qualified_op_name
+    for library in _loaded:
+        if name in library._generation.manifest["operators"]:
+            return _unpickled_handle, (library, name, overload)
+    return _packet, (name,)  # copy.copy() of PyTorch's own handles never returns
+
+
+def _reduced_overload(handle: torch._ops.OpOverload) -> tuple:
+    reduced = _reduced(handle._overloadpacket, handle._overloadname)
+    return reduced if reduced[0] is _unpickled_handle else handle.__reduce_ex__(2)
+
+
+copyreg.pickle(torch._ops.OpOverloadPacket, _reduced)
+copyreg.pickle(torch._ops.OpOverload, _reduced_overload)

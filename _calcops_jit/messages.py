@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shutil
 import sys
@@ -109,6 +110,22 @@ class BuildError(RuntimeError):
         return [f"BuildError: {self}"]
 
 
+class ShortErrors:
+    """A context whose errors a notebook shows without a traceback. A script shows it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        line = ""
+        if kind is KeyboardInterrupt:
+            line = "KeyboardInterrupt: the build was stopped"
+        elif str(error).startswith("calcops_jit"):  # others are not expected
+            line = f"{kind.__name__}: {error}"
+        if line and notebook_shell():
+            error._render_traceback_ = functools.partial(list, [line])  # it can be pickled
+
+
 def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildError:
     """Return a BuildError.
 
@@ -118,12 +135,30 @@ def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildErro
         fix: a command or an action that removes the cause.
         log: path of a file with all output.
     """
-    last_lines = [f"  fix: {fix}"]
+    first, *others = _in_notebook(fix)
+    last_lines = [f"  fix: {first}", *(f"       {line}" for line in others)]
     if log:
         last_lines.append(f"  log: {log}")
     max_evidence_lines = _MAX_LINES - 1 - len(last_lines)
     lines = [f"  {line.rstrip()[:200]}" for line in evidence[:max_evidence_lines]]
     return BuildError("\n".join([what, *lines, *last_lines]))
+
+
+def _in_notebook(fix: str) -> list[str]:
+    """Return the lines of a fix. In a notebook, a magic sets a variable in place of a shell."""
+    command, _, others = fix.partition(", ")
+    match = re.fullmatch(r"(?:export|unset) (\w+)=?(.*)", command)
+    if not match or not notebook_shell():
+        return [fix]
+    name, value = match.groups()
+    if name in ("LD_PRELOAD", "GLIBC_TUNABLES"):  # only a new process reads these
+        return [command, "and start Jupyter again from this shell"]
+    value = value.strip("'")  # %env would keep the quotes
+    lines = [
+        f"%env {name}={value}",
+        "and run the cell again; after an import: calcops_jit.reload()",
+    ]
+    return [*lines, others] if others else lines
 
 
 def explain(what: str, output: str, log: str = "", unknown: BuildError | None = None) -> BuildError:
@@ -189,6 +224,12 @@ def _what_led_to(error: re.Match, output: str) -> list[re.Match]:
     if re.match(_FOREIGN, error["at"]):
         matches += [re.match(_INCLUDED, line) for line in above]
     return [match for match in matches if match and not re.match(_FOREIGN, match["at"])]
+
+
+def notebook_shell():
+    """Return the shell of IPython, which runs notebooks; None in another program."""
+    ipython = sys.modules.get("IPython")
+    return ipython and ipython.get_ipython()
 
 
 def say(text: str) -> None:

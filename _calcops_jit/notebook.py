@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import atexit
+import builtins
+import functools
 import os
 import shlex
 import shutil
 import tempfile
 
 from IPython import get_ipython
+from IPython.core.error import UsageError
 from IPython.core.magic_arguments import argument, magic_arguments
 
 from . import library
 from .cache import write_whole
 from .inputs import digest
-from .messages import BuildError
+from .messages import BuildError, ShortErrors
 from .request import CELLS, request_for
 
-# A folder of this process, because two notebooks may use the same name. After a restart, a cell is
-# found in the cache nevertheless, because facts have no absolute paths. (Inputs.place has none.)
-_folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{CELLS}{os.getuid()}-"))
-atexit.register(shutil.rmtree, _folder, ignore_errors=True)
 _loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
 _libraries: dict[str, library.Library] = {}  # {name: the library of its last cell}
+_bound: dict[str, dict] = {}  # {name: {operator: handle} that its last cell defined}
+
+
+@functools.cache
+def _folder() -> str:
+    """Return the folder of this process's cells.
+
+    Two notebooks may use the same name. After a restart, a cell is found in the cache nevertheless,
+    because facts have no absolute paths. (Inputs.place has none.)
+    """
+    folder = os.path.realpath(tempfile.mkdtemp(prefix=f"{CELLS}{os.getuid()}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @magic_arguments()
@@ -35,19 +47,28 @@ _libraries: dict[str, library.Library] = {}  # {name: the library of its last ce
     "--cflags", default="", help="more flags for the compiler, nvcc with --cuda: --cflags='-O2 -g'"
 )
 @argument("--ldflags", default="", help="more flags for the linker")
+@argument(
+    "--overwrite",
+    action="store_true",
+    help="name the operators in the notebook even if it uses such a name for something else",
+)
 @argument("--verbose", action="store_true", help="show what ninja runs")
 def operator(line: str, cell: str) -> None:
     """Build the cell as calcops_jit.load builds a file, and define its operators in the notebook.
 
     Edit the cell and run it again: all callers of its operators then use the new kernels. If the
-    cell cannot be built, or its schema changed, the old operators stay. In errors, line 1 is the
-    line below %%operator.
+    cell cannot be built, or its schema changed, the old operators stay. In errors, line 1 is
+    %%operator, as in the notebook's line numbers.
     """
-    options = operator.parser.parse_args(shlex.split(line))
-    folder = f"{_folder}/{digest(options.name.encode())}"
+    try:
+        options = operator.parser.parse_args(shlex.split(line))
+    except (UsageError, ValueError) as problem:
+        raise UsageError(f"%%operator: {problem}; %%operator? shows the options") from None
+    folder = f"{_folder()}/{digest(options.name.encode())}"
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
-    write_whole(source, cell.encode())
+    text = f"\n{cell}"  # the empty line stands for %%operator
+    write_whole(source, text.encode())
     # Headers beside the notebook are found. (nvcc knows no -iquote.)
     beside = shlex.quote(f"-I{os.getcwd()}" if options.cuda else f"-iquote{os.getcwd()}")
     settings = {
@@ -56,18 +77,41 @@ def operator(line: str, cell: str) -> None:
         "verbose": options.verbose,
     }
     try:
-        wanted = request_for(options.name, source, **settings)
-        loaded = library.obtain(wanted, replaced=_libraries.get(options.name))
+        with ShortErrors():
+            wanted = request_for(options.name, source, **settings)
+            loaded = library.obtain(wanted, replaced=_libraries.get(options.name))
     except BaseException as error:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())
         if isinstance(error, (BuildError, ValueError)):
-            text = str(error).replace(source, "cell").partition("; `extra_include_paths`")[0]
-            text = text.replace("extra_include_paths", "--cflags=-I...").replace("extra_", "--")
-            error = BuildError(text)
+            what = str(error).replace(source, "cell").partition("; `extra_include_paths`")[0]
+            what = what.replace("extra_include_paths", "--cflags=-I...").replace("extra_", "--")
+            error = BuildError(what.replace("calcops_jit.load:", "%%operator:"))
         raise error from None
-    _loaded[source] = cell
+    _loaded[source] = text
     _libraries[options.name] = loaded
-    get_ipython().push(loaded.operators)
     for handle in loaded.operators.values():
         print(handle.__doc__.partition("\n\n")[0])  # its schemas
+    _bind(options.name, loaded.operators, options.overwrite)
+
+
+def _bind(library_name: str, operators: dict, overwrite: bool) -> None:
+    """Define a cell's operators in the notebook, except under names that mean something else."""
+    shell = get_ipython()
+    ours = [*operators.values()]
+    for handles in _bound.values():
+        ours += handles.values()
+    for name, handle in _bound.get(library_name, {}).items():
+        if name not in operators and shell.user_ns.get(name) is handle:
+            del shell.user_ns[name]
+            print(f"`{name}` is gone: the cell has no such operator any more")
+    taken = vars(builtins) | shell.user_ns
+    bound = {}
+    for name, handle in operators.items():
+        if overwrite or name not in taken or any(taken[name] is one for one in ours):
+            bound[name] = handle
+        else:
+            path = handle._qualified_op_name.replace("::", ".")
+            print(f"`{name}` has another meaning here: call torch.ops.{path}, or use --overwrite")
+    shell.push(bound)
+    _bound[library_name] = bound

@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
 def kernel(folder):
     """Yield a running notebook in which CELL was run. `one` is a tensor."""
     with Kernel(folder) as kernel:
-        kernel.first = kernel.run("%load_ext calcops_jit\nimport torch, calcops_jit")
+        kernel.first = kernel.run("import torch, calcops_jit\n%load_ext calcops_jit")
         kernel.cell = kernel.run(CELL)
         kernel.run("one = torch.ones(1, dtype=torch.float64); handle = scaled")
         yield kernel
@@ -114,9 +114,9 @@ def test_the_help_of_the_magic_shows_its_options(kernel):
         assert words in payload["data"]["text/plain"]
 
 
-def test_a_compile_error_names_the_line_of_the_cell_and_keeps_the_loaded_kernel(kernel, folder):
+def test_a_compile_error_names_the_line_of_the_editor_and_keeps_the_loaded_kernel(kernel, folder):
     wrong = CELL.replace("2 * x(i)", "2 * unknown(i)")
-    (number,) = [i for i, line in enumerate(wrong.splitlines()) if "unknown" in line]
+    (number,) = [i for i, line in enumerate(wrong.splitlines(), 1) if "unknown" in line]
     error = kernel.run(wrong).error
     log = re.search(r"  log: (.*)$", error)
     assert Path(log[1]).is_relative_to(folder)
@@ -141,15 +141,143 @@ def test_another_schema_is_refused_with_the_difference(kernel):
     assert result.out == "2.0 []\n"
 
 
-def test_the_error_of_a_wrong_magic_line_says_what_is_expected(kernel):
-    assert "the following arguments are required: name" in kernel.run("%%operator\nint").err
-    assert "unrecognized arguments: --fast" in kernel.run("%%operator mine --fast\nint").err
-    assert "expected `name` " in kernel.run("%%operator a/b\nint").error
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "the following arguments are required: name"),
+        ("mine yours", "unrecognized arguments: yours"),
+        ("mine --fast", "unrecognized arguments: --fast"),
+        ("mine --cflags='-O2", "No closing quotation"),
+        ("-h", "%%operator? shows the options"),
+    ],
+)
+def test_the_error_of_a_wrong_magic_line_is_one_sentence(kernel, line, words):
+    result = kernel.run(f"%%operator {line}\nint")
+    assert result.error == ""
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_the_error_of_a_wrong_name_is_one_sentence(kernel):
+    error = kernel.run("%%operator 1a\nint").error
+    assert error.startswith("BuildError: %%operator: expected `name` ")
+    assert error.endswith(", got '1a'")
+
+
+def cell_of(library: str, *operators: str) -> str:
+    """Return a cell with several operators."""
+    cell = f"%%operator {library}"
+    for name in operators:
+        text = CONTRACT.format(name=name, factor=2)
+        cell += text.replace("contract(", f"contract_{name}(").replace("cpu(", f"cpu_{name}(")
+    return cell
+
+
+def test_a_name_that_means_something_else_in_the_notebook_is_kept_unless_overwritten(kernel):
+    kernel.run("tripled, builtin = 3, sum")
+    result = kernel.run(cell_of("names", "sum", "tripled", "free"))
+    assert "torch.ops.names.sum" in result.out
+    assert "torch.ops.names.tripled" in result.out
+    assert "torch.ops.names.free" not in result.out
+    state = "print(sum is builtin, tripled, free is torch.ops.names.free)"
+    assert kernel.run(state).out == "True 3 True\n"
+    result = kernel.run(cell_of("names --overwrite", "sum", "tripled", "free"))
+    assert "torch.ops" not in result.out
+    state = "print(sum is torch.ops.names.sum, tripled is torch.ops.names.tripled)"
+    assert kernel.run(state).out == "True True\n"
+    kernel.run("del sum, tripled, free")
+
+
+def test_an_operator_that_a_cell_has_no_longer_leaves_the_notebook(kernel):
+    kernel.run(cell_of("fewer", "kept", "dropped", "mine_now"))
+    kernel.run("mine_now = 3")
+    result = kernel.run(cell_of("fewer", "kept"))
+    assert "`dropped` is gone" in result.out
+    assert "mine_now" not in result.out
+    state = "print('dropped' in globals(), mine_now, kept is torch.ops.fewer.kept)"
+    assert kernel.run(state).out == "False 3 True\n"
+
+
+def test_a_later_cell_of_another_name_takes_over_the_name_of_an_operator(kernel):
+    kernel.run(cell_of("one_library", "shared"))
+    assert "torch.ops" not in kernel.run(cell_of("other_library", "shared")).out
+    assert kernel.run("print(shared is torch.ops.other_library.shared)").out == "True\n"
+
+
+# Sends the notebook's own process what the stop button sends, a second later.
+STOP = """import os, signal, threading
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+"""
+
+
+def test_a_stopped_build_is_one_line(kernel):
+    kernel.run(STOP)
+    error = kernel.run("%%operator stopped\n#include <torch/extension.h>").error
+    assert error == "KeyboardInterrupt: the build was stopped"
+    kernel.run("open('slow.cpp', 'w').write('#include <torch/extension.h>')")
+    error = kernel.run(f"{STOP}calcops_jit.load('stopped', 'slow.cpp')").error
+    assert error == "KeyboardInterrupt: the build was stopped"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ("'mine', 'absent.cpp'", "FileNotFoundError"),
+        ("'1a', 'absent.cpp'", "ValueError"),
+        ("'mine', 3", "TypeError"),
+    ],
+)
+def test_a_wrong_argument_of_load_is_one_line(kernel, arguments, kind):
+    error = kernel.run(f"calcops_jit.load({arguments})").error
+    assert error.startswith(f"{kind}: calcops_jit.load: expected `")
+    assert "\n" not in error
+
+
+def test_an_operator_of_a_cell_works_in_a_spawned_worker_or_raises_an_error_there(kernel):
+    """A worker that ends while it unpickles would let the pool wait for ever."""
+    kernel.run("""
+import multiprocessing, shutil
+def called_in_worker(operator):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.starmap_async(operator, [(one,)]).get(timeout=100)[0].item()
+""")
+    kernel.run(cell_of("pickled", "sent"))
+    assert kernel.run("print(called_in_worker(sent))").out == "2.0\n"
+    kernel.run(cell_of("unpickled", "lost"))
+    kernel.run("from _calcops_jit import notebook")
+    kernel.run("shutil.rmtree(notebook._libraries['unpickled']._request.root)")
+    error = kernel.run("called_in_worker(lost)").error
+    assert error.startswith("BuildError: cannot unpickle unpickled: ")
+
+
+def test_the_fix_of_an_unwritable_cache_is_a_line_for_a_notebook_and_works(kernel, folder):
+    cell = cell_of("elsewhere", "placed")
+    kernel.run("%env CALCOPS_CACHE=/proc/nowhere")
+    error = kernel.run(cell).error
+    (fix,) = re.findall(r"  fix: (%env CALCOPS_CACHE=)<a folder of your own>\n", error)
+    kernel.run(f"{fix}{folder}/cache")
+    assert kernel.run(cell).error == ""
+
+
+@pytest.mark.parametrize(
+    ("fix", "shown"),
+    [
+        ("export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'", "fix: %env TORCH_CUDA_ARCH_LIST=8.0;9.0+PTX"),
+        ("unset CXX", "fix: %env CXX="),
+        ("export LD_PRELOAD=/a.so", "and start Jupyter again"),
+        ("export MAX_JOBS=1, or raise: ulimit -u", "or raise: ulimit -u"),
+        ("python -m calcops_jit clean", "fix: python -m calcops_jit clean"),
+    ],
+)
+def test_a_fix_by_a_variable_is_a_line_for_a_notebook(kernel, fix, shown):
+    call = f"from _calcops_jit.messages import report\nprint(report('what', [], {fix!r}))"
+    lines = kernel.run(call).out.splitlines()
+    assert shown in [line.strip() for line in lines]
 
 
 def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folder):
     with Kernel(folder) as other:
-        other.run("%load_ext calcops_jit\nimport torch, calcops_jit")
+        other.run("import torch, calcops_jit")
         warm = other.run(CELL)
         assert warm.out == "mine::scaled(Tensor x) -> Tensor y\n"
         assert (warm.err, warm.displayed) == ("", [])
@@ -175,7 +303,7 @@ def test_a_cell_with_pytorchs_macros_comes_from_the_cache_in_another_notebook(ke
     cell += 'TORCH_LIBRARY_FRAGMENT(plain, m) { m.def("f", f); }'
     assert "built plain" in kernel.run(cell).displayed[0]["text/plain"]
     with Kernel(folder) as other:
-        other.run("%load_ext calcops_jit\nimport torch, calcops_jit")
+        other.run("import torch, calcops_jit")
         warm = other.run(cell)
         assert (warm.error, warm.err, warm.displayed) == ("", "", [])
 

@@ -503,8 +503,40 @@ print(mine.twice(one).item(), module.library is mine, module.handle is torch.ops
 """
     assert output(checkout, script) == ["2.0 True True"]
     (checkout.project / "mine.cpp").unlink()
-    script = "import pickle\nprint(error_of(lambda: pickle.loads(Path('pickle').read_bytes())))"
-    assert "mine.cpp" in output(checkout, script)[0]
+    script = """
+import pickle
+mine, module = pickle.loads(Path("pickle").read_bytes())
+print(error_of(lambda: mine.twice(one)))
+print(error_of(lambda: module.handle(one)))
+"""
+    for line in output(checkout, script):
+        assert "cannot unpickle mine: " in line
+        assert "mine.cpp" in line
+
+
+def test_a_pickled_handle_is_loaded_in_another_process(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+import copy, pickle
+handle = load("mine", "mine.cpp").twice
+overload = handle.default
+print(copy.copy(handle) is handle, pickle.loads(pickle.dumps(overload)) is overload)
+Path("pickle").write_bytes(pickle.dumps((handle, overload, torch.ops.aten.add)))
+"""
+    assert output(checkout, script) == ["True True"]
+    script = """
+import pickle
+handle, overload, add = pickle.loads(Path("pickle").read_bytes())
+print(handle(one).item(), overload(one).item(), add is torch.ops.aten.add)
+"""
+    assert output(checkout, script) == ["2.0 2.0 True"]
+    checkout.put("mine.cpp", CONTRACT.format(name="other", factor=2))
+    script = """
+import pickle
+handle, overload, add = pickle.loads(Path("pickle").read_bytes())
+print(error_of(lambda: handle(one)))
+"""
+    assert "cannot unpickle mine::twice" in output(checkout, script)[0]
 
 
 # ---- what a library does to its process ----------------------------------------------------------
