@@ -219,12 +219,18 @@ def _find_loaded(wanted: Request) -> Library:
 
 
 def _arguments(wanted: Request) -> tuple:
-    """Return the arguments of load() besides the sources. There is one library of its own name."""
+    """Return the arguments of load() besides the sources and `check`.
+
+    There is one library of its own name.
+    """
     if wanted.asked is None:
         return (wanted.name,)
+    cflags, cuda_cflags = (
+        [flag for flag in flags if flag != request.CHECK]
+        for flags in (wanted.cflags, wanted.cuda_cflags)
+    )
     ldflags = [_followed(flag) for flag in wanted.ldflags]
-    flags = wanted.cflags, wanted.cuda_cflags, ldflags, wanted.include_paths
-    return wanted.name, *flags, wanted.cuda.build
+    return wanted.name, cflags, cuda_cflags, ldflags, wanted.include_paths, wanted.cuda.build
 
 
 def _spellings(wanted: Request) -> set[tuple[str, ...]]:

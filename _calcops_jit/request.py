@@ -55,6 +55,7 @@ BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # -Og inlines nothing, which takes a quarter of a call.
 RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
+CHECK = "-DCALCOPS_CHECK_INDICES"  # the flag of load(..., check=True)
 CELLS = "calcops-cells-"  # begins the name of the folder of a notebook's cells
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
@@ -317,6 +318,7 @@ def request_for(
     extra_include_paths=None,
     verbose=False,
     with_cuda=None,
+    check=False,
     torch_options=(),
 ) -> Request:
     """Return the Request for a user's sources, from the options of calcops_jit.load."""
@@ -352,18 +354,19 @@ def request_for(
         "extra_ldflags": _flags("extra_ldflags", extra_ldflags),
         "extra_include_paths": folders,
         "with_cuda": with_cuda,
+        "check": bool(check),
     }
     # A source that is a link is not resolved, because compilers search headers beside the link.
     real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
     root = os.path.commonpath(map(os.path.dirname, real))
-    define = f"-DTORCH_EXTENSION_NAME={name}"
+    defines = [f"-DTORCH_EXTENSION_NAME={name}", *([CHECK] if check else [])]
     return Request(
         name=name,
         product=f"{name}.so",
         root=os.path.dirname(real[0]) if root == "/" else root,
         sources=tuple(real),
-        cflags=(*BASE, define, *asked["extra_cflags"]),
-        cuda_cflags=(*CUDA_BASE, define, *asked["extra_cuda_cflags"]),
+        cflags=(*BASE, *defines, *asked["extra_cflags"]),
+        cuda_cflags=(*CUDA_BASE, *defines, *asked["extra_cuda_cflags"]),
         ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
         include_paths=(*HEADERS, *map(os.path.realpath, folders)),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
