@@ -35,6 +35,11 @@ _libraries: dict[str, library.Library] = {}  # {name: the library of its last ce
     "--cflags", default="", help="more flags for the compiler, nvcc with --cuda: --cflags='-O2 -g'"
 )
 @argument("--ldflags", default="", help="more flags for the linker")
+@argument(
+    "--check",
+    action="store_true",
+    help="make an index of a contract's kernel that is out of bounds an error of the call",
+)
 @argument("--verbose", action="store_true", help="show what ninja runs")
 def operator(line: str, cell: str) -> None:
     """Build the cell as calcops_jit.load builds a file, and define its operators in the notebook.
@@ -53,6 +58,7 @@ def operator(line: str, cell: str) -> None:
     settings = {
         "extra_cuda_cflags" if options.cuda else "extra_cflags": f"{beside} {options.cflags}",
         "extra_ldflags": options.ldflags,
+        "check": options.check,
         "verbose": options.verbose,
     }
     try:

@@ -107,6 +107,7 @@ def test_the_help_of_the_magic_shows_its_options(kernel):
         "--cuda",
         "--cflags CFLAGS",
         "--ldflags LDFLAGS",
+        "--check",
         "--verbose",
         "name",
         "Build the cell",
@@ -145,6 +146,15 @@ def test_the_error_of_a_wrong_magic_line_says_what_is_expected(kernel):
     assert "the following arguments are required: name" in kernel.run("%%operator\nint").err
     assert "unrecognized arguments: --fast" in kernel.run("%%operator mine --fast\nint").err
     assert "expected `name` " in kernel.run("%%operator a/b\nint").error
+
+
+def test_check_makes_an_index_out_of_bounds_an_error_and_keeps_the_handles(kernel):
+    wrong = CELL.replace("2 * x(i)", "2 * x(i + 1)")
+    kernel.run(wrong.replace("%%operator mine", "%%operator mine --check"))
+    error = kernel.run("handle(one)").error
+    assert "expected the kernel to stay within the argument `x` of shape [1], got x(1)" in error
+    kernel.run(CELL)
+    assert kernel.run("print(scaled is handle, scaled(one).item())").out == "True 2.0\n"
 
 
 def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folder):
