@@ -212,7 +212,9 @@ struct ContractEntry {
 void add_contract(const ContractEntry& contract);
 
 template <class Number>
-struct TypeOf;
+struct TypeOf {
+  static constexpr Type value = Type::kNone;
+};
 // clang-format off
 template <> struct TypeOf<bool> { static constexpr Type value = Type::kBool; };
 template <> struct TypeOf<uint8_t> { static constexpr Type value = Type::kUInt8; };
@@ -248,7 +250,7 @@ struct Pass {
   static constexpr Parameter parameter{kKindOf<P>};
   static_assert(__is_enum(P) || kKindOf<P> != Parameter::kChoice,
                 "a kernel takes View, Strided, int64_t, double, bool, an enumeration, List, "
-                "Workspace& and cudaStream_t");
+                "Workspace& and cudaStream_t, but no int, size_t, float, pointer or const View&");
   static P from(const Slot& slot) {
     if constexpr (kKindOf<P> == Parameter::kFloat)
       return slot.real;
@@ -265,6 +267,9 @@ struct Pass {
 
 template <class Number, int rank, Layout layout>
 struct Pass<Strided<Number, rank, layout>> {
+  static_assert(TypeOf<Number>::value != Type::kNone,
+                "a view has numbers of bool, uint8_t, uint16_t, int8_t, int16_t, int32_t, int64_t, "
+                "float or double");
   static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
                                        !IsConst<Number>::value, layout};
   static Strided<Number, rank, layout> from(const Slot& slot) {
@@ -306,6 +311,8 @@ void watch(const Value&, int, IndexRecord&) {}
 
 template <class Result, class... P>
 struct Caller {
+  static_assert(__is_same(Result, void) || __is_same(Result, int64_t) || __is_enum(Result),
+                "a kernel returns void or int64_t on the CPU, and cudaError_t on CUDA");
   using Function = Result (*)(P...);
   static constexpr Parameter parameters[sizeof...(P)] = {Pass<P>::parameter...};
 
