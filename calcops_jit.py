@@ -71,7 +71,8 @@ def load(
     call builds them again. reload() exchanges their kernels in the running process.
 
     Args:
-        name: name of the library; also the macro TORCH_EXTENSION_NAME.
+        name: name of the library; also the macro TORCH_EXTENSION_NAME and the namespace of its
+            contracts. It is none of PyTorch's own namespaces.
         sources: paths of .cpp and .cu files. A .c file is compiled as C++.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
             split into words as a shell would. A list is passed on as torch does, so a flag in it

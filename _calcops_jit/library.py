@@ -85,6 +85,8 @@ class Library:
         if name.startswith("_"):  # copy looks for methods of such names
             raise AttributeError(name)
         what = f"no operator `{name}` in {self._generation.path}"
+        if any(name in old.short_names() for old in self._registrations.values()):
+            what = f"library `{self._request.name}` no longer has `{name}`"
         if self._registrations[self._generation.digest].is_python_module():
             what += ", which is a module for Python"
         raise missing(what, self._operators)

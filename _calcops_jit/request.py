@@ -97,6 +97,13 @@ _WRONG_FLAGS = {
         r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
     },
 }
+# Namespaces and attributes of torch.ops. An operator there could change PyTorch.
+_OF_PYTORCH = frozenset(
+    "aten c10 c10d c10d_functional cuda debugprims export fsdp higher_order import_module inductor"
+    " inductor_prims load_library loaded_libraries mempool mkl mkldnn mkldnn_prepacked onednn onnx"
+    " onnx_symbolic prim prims profiler quantization quantized rngprims sparse static_runtime"
+    " streams symm_mem torch".split()
+)
 _SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
 # {ending of a file that is no source: where it belongs}
 _NO_SOURCES = {
@@ -335,6 +342,9 @@ def request_for(
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
+    if name in _OF_PYTORCH:
+        what = f"expected `name` other than PyTorch's namespaces, got {name!r}"
+        raise ValueError(f"calcops_jit.load: {what}")
     paths = _source_paths(sources)
     cuda_sources = [path for path in paths if path.endswith(".cu")]
     if with_cuda is None:
