@@ -62,6 +62,7 @@ def load(
     *,
     verbose: bool = False,
     with_cuda: bool | None = None,
+    check: bool = False,
     **torch_options,
 ) -> Library:
     """Return the library of operator sources, which is built once and then cached.
@@ -70,7 +71,8 @@ def load(
     call builds them again. reload() exchanges their kernels in the running process.
 
     Args:
-        name: name of the library; also the macro TORCH_EXTENSION_NAME.
+        name: name of the library; also the macro TORCH_EXTENSION_NAME and the namespace of its
+            contracts. It is none of PyTorch's own namespaces.
         sources: paths of .cpp and .cu files. A .c file is compiled as C++.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
             split into words as a shell would. A list is passed on as torch does, so a flag in it
@@ -81,6 +83,9 @@ def load(
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
         with_cuda: build for CUDA; default: if there is a .cu source.
+        check: make an index that is out of bounds an error of the call. This is for views of a
+            contract's kernels, and slower. The same call with another `check` exchanges the
+            kernels of the library in place.
         **torch_options: the other options of torch.utils.cpp_extension.load. A value that the
             loader cannot follow raises ValueError.
 

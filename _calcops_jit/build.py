@@ -82,9 +82,9 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
             if request.verbose:
                 with open(log, errors="replace") as file:
                     print(file.read(), end="", flush=True)
+        registered = _registered(request, product, inputs, log)
+        generation = cache.publish(slot, product, request, inputs, registered)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
-    registered = _registered(request, product, inputs, log)
-    generation = cache.publish(slot, product, request, inputs, registered)
     cache.remove(log)
     return generation
 

@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("build", "why"):
         help_text = "a library that calcops_jit.load has built, instead of the operators"
         parsers[name].add_argument("name", nargs="?", help=help_text)
+    help_text = "check the indices of a library of calcops_jit.load, as its option `check` does"
+    parsers["build"].add_argument("--check", action="store_true", help=help_text)
     parsers["export"].add_argument("folder")
     options = parser.parse_args(arguments)
     try:
@@ -51,6 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _build(options: argparse.Namespace) -> None:
     """build the operators if need be, and print the library's path"""
     wanted = _request(options)
+    if wanted.asked is not None:
+        wanted = request.request_for(**wanted.asked | {"check": options.check})
+    elif options.check:
+        raise ValueError("calcops_jit build --check: expected the name of a library of load")
     # A wheel's library is for several processors. The user wants one for exactly this processor.
     found = cache.find(wanted) or build.built(wanted, [])
     print(found.path)

@@ -85,6 +85,8 @@ class Library:
         if name.startswith("_"):  # copy looks for methods of such names
             raise AttributeError(name)
         what = f"no operator `{name}` in {self._generation.path}"
+        if any(name in old.short_names() for old in self._registrations.values()):
+            what = f"library `{self._request.name}` no longer has `{name}`"
         if self._registrations[self._generation.digest].is_python_module():
             what += ", which is a module for Python"
         raise missing(what, self._operators)
@@ -212,12 +214,18 @@ def _find_loaded(wanted: Request) -> Library:
 
 
 def _arguments(wanted: Request) -> tuple:
-    """Return the arguments of load() besides the sources. There is one library of its own name."""
+    """Return the arguments of load() besides the sources and `check`.
+
+    There is one library of its own name.
+    """
     if wanted.asked is None:
         return (wanted.name,)
+    cflags, cuda_cflags = (
+        [flag for flag in flags if flag != request.CHECK]
+        for flags in (wanted.cflags, wanted.cuda_cflags)
+    )
     ldflags = [_followed(flag) for flag in wanted.ldflags]
-    flags = wanted.cflags, wanted.cuda_cflags, ldflags, wanted.include_paths
-    return wanted.name, *flags, wanted.cuda.build
+    return wanted.name, cflags, cuda_cflags, ldflags, wanted.include_paths, wanted.cuda.build
 
 
 def _spellings(wanted: Request) -> set[tuple[str, ...]]:

@@ -80,11 +80,26 @@ undefined (?:reference to [`']|symbol: )([^\s'(]+)
 ^\[Errno \d+\]
     the cache cannot be written -> export CALCOPS_CACHE=<a folder of your own>
 """  # noqa: E501
+# These causes are searched only in the first error of a compiler, since it may cause the others.
+_CAUSES_OF_ERROR = r"""
+(?:no matching (?:function for call to|constructor for initialization of)|no instance of constructor) [‘'"](?:const )?calcops::Kernel
+    a Kernel takes the operator's name and functions -> write: const calcops::Kernel cpu("name", f<float>, f<double>); a lambda needs a + before its [
+(?:no matching (?:function for call to|constructor for initialization of)|no instance of constructor) [‘'"](?:const )?calcops::Contract
+    a Contract takes a text and arrays -> write: const calcops::Contract contract(R"(...)"); arrays of Derivative, Check or Composition may follow
+expected (?:unqualified-id|an identifier).*\n.*\b(?:Contract|Kernel)\(
+    an object needs a name -> write: const calcops::Contract contract(...); and: const calcops::Kernel cpu(...);
+missing (?:terminating|closing) .*(?:"|quote)
+    a string ends with its line -> write a contract as R"(...)", with the R before the quotation mark
+[‘']Tensor[’'] (?:was not declared|does not name a type)|(?:undeclared identifier|unknown type name) 'Tensor'|identifier "Tensor" is undefined
+    C++ does not know the type Tensor -> write a contract as R"(...)"; PyTorch's type is at::Tensor
+"""  # noqa: E501
 
 # g++ and clang print file:line:column: error: ..., nvcc prints file(line): error: .... Below it,
 # they print lines of the source.
 _PLACE = r"^(?P<at>\S.*?(?::\d+(?::\d+)?|\(\d+\)))\s*:"
-_COMPILER_ERROR = rf"{_PLACE} (?:fatal )?error\s*(?:#[\w-]+)?: .+(?:\n *\d* \| .*){{0,4}}"
+_COMPILER_ERROR = (
+    rf"{_PLACE} (?:fatal )?error\s*(?:#[\w-]+)?: (?P<message>.+)(?:\n *\d* \| .*){{0,4}}"
+)
 # A line of the source has a number and a bar, or the next line has a caret.
 _QUOTED = r"^ *\d* \| .*|^.*\n(?=[ ~]*\^[ ~^]*$)"
 _REMARK = rf"{_PLACE} (?:error|warning|note)\b.*"
@@ -93,6 +108,8 @@ _ABOVE = r"In file included from | +from |.*: (?:In|At) |.*: +(?:recursively )?r
 _REQUIRED = rf"{_PLACE} +(?:recursively )?required "
 _NOTED = rf"{_PLACE} note: in (?:instantiation|expansion of macro) "
 _INCLUDED = r"(?:In file included| +) from (?P<at>.+?:\d+)"
+# g++: static assertion failed: TEXT; nvcc: ... failed with "TEXT"; clang has the condition, too.
+_ASSERTION = r"""static[_ ]assert\w* failed(?: due to requirement '.*?')?(?: with|:)? "?(.*?)"?$"""
 # Headers of compilers, CUDA, PyTorch and this project, which are correct.
 _FOREIGN = (
     r"/usr/(?:bin|include|lib|local/cuda)|.*/(?:site-packages|lib/gcc|lib/clang|include/c\+\+)/"
@@ -166,36 +183,54 @@ def explain(what: str, output: str, log: str = "", unknown: BuildError | None = 
 
     If the cause is unknown, this is `unknown`, or an error with the last lines of the output.
     """
-    of_machine = _CAUSES_OF_MACHINE.strip("\n").splitlines()
-    lines = of_machine + _CAUSES.strip("\n").splitlines()
-    for pattern, explanation in zip(lines[::2], lines[1::2]):
-        skipped = f"{_QUOTED}|{_REMARK}" if pattern in of_machine else _QUOTED
+    of_machine = _table(_CAUSES_OF_MACHINE)
+    for pattern, cause, fix in of_machine + _table(_CAUSES):
+        skipped = f"{_QUOTED}|{_REMARK}" if (pattern, cause, fix) in of_machine else _QUOTED
         if match := _search(pattern, output, skipped):
             line = output[output.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0]
-            cause, _, fix = explanation.strip().partition(" -> ")
             groups = filter(None, match.groups())
             return report(f"{what}: {cause}", [line.strip()], fix.format(*groups), log)
-    error = re.search(_COMPILER_ERROR, output, re.MULTILINE)
-    if error:
-        place = error["at"]
-        fix = f"correct {place}"
-        if log and re.match(_FOREIGN, place):
-            fix = f"less {log}"
-        evidence = error[0].splitlines()
-        for line in _what_led_to(error, output)[:1]:
-            evidence.append(re.sub("^ +from", "included from", line.string).strip())
-            if re.match(_FOREIGN, place):
-                place = line["at"]
-                fix = f"correct {place}"
-            else:
-                fix += f" or {line['at']}"
-        return report(f"{what}: error at {place}", evidence, fix, log)
+    if error := re.search(_COMPILER_ERROR, output, re.MULTILINE):
+        return _explain_line(what, error, output, log)
     if unknown:
         return unknown
     # Lines of torch and of ninja, which prints the commands.
     noise = r"\s*$|ninja: (?!error)|note: |FAILED: |\[\d|Error building|calcops_jit: |.* -c "
     lines = [line for line in output.splitlines() if not re.match(noise, line)]
     return report(what, lines[-6:], f"less {log}" if log else "python -m calcops_jit clean", log)
+
+
+def _explain_line(what: str, error: re.Match, output: str, log: str) -> BuildError:
+    """Return the BuildError for the first error that a compiler found in a source."""
+    place = error["at"]
+    evidence = error[0].splitlines()
+    if len(evidence) == 1 and (line := _source_line(place)):
+        evidence.append(line)
+    for pattern, cause, fix in _table(_CAUSES_OF_ERROR):
+        if re.search(pattern, "\n".join(evidence)):
+            return report(f"{what}: {cause}", evidence, fix, log)
+    fix = f"correct {place}"
+    if log and re.match(_FOREIGN, place):
+        fix = f"less {log}"
+    for line in _what_led_to(error, output)[:1]:
+        if re.match(_FOREIGN, place):
+            message = re.sub(_ASSERTION, r"static assertion failed: \1", error["message"])
+            evidence = [f"{line['at']}: {_source_line(line['at'])}", message, f"in {place}"]
+            place = line["at"]
+            fix = f"correct {place}"
+        else:
+            evidence.append(line.string.strip())
+            fix += f" or {line['at']}"
+    return report(f"{what}: error at {place}", evidence, fix, log)
+
+
+def _table(causes: str) -> list[tuple[str, str, str]]:
+    """Return (pattern, cause, fix) for each two lines of a text."""
+    lines = causes.strip("\n").splitlines()
+    return [
+        (pattern, *explanation.strip().split(" -> "))
+        for pattern, explanation in zip(lines[::2], lines[1::2])
+    ]
 
 
 def _search(pattern: str, output: str, skipped: str) -> re.Match | None:
@@ -230,6 +265,16 @@ def notebook_shell():
     """Return the shell of IPython, which runs notebooks; None in another program."""
     ipython = sys.modules.get("IPython")
     return ipython and ipython.get_ipython()
+
+
+def _source_line(place: str) -> str:
+    """Return the line of a source at a compiler's place; "" if it cannot be read."""
+    path, number = re.match(r"(.*?)[:(](\d+)[:)\d]*$", place).groups()
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()[int(number) - 1].strip()
+    except (OSError, IndexError):
+        return ""
 
 
 def say(text: str) -> None:

@@ -52,6 +52,11 @@ def _folder() -> str:
     action="store_true",
     help="name the operators in the notebook even if it uses such a name for something else",
 )
+@argument(
+    "--check",
+    action="store_true",
+    help="make an index of a contract's kernel that is out of bounds an error of the call",
+)
 @argument("--verbose", action="store_true", help="show what ninja runs")
 def operator(line: str, cell: str) -> None:
     """Build the cell as calcops_jit.load builds a file, and define its operators in the notebook.
@@ -74,6 +79,7 @@ def operator(line: str, cell: str) -> None:
     settings = {
         "extra_cuda_cflags" if options.cuda else "extra_cflags": f"{beside} {options.cflags}",
         "extra_ldflags": options.ldflags,
+        "check": options.check,
         "verbose": options.verbose,
     }
     try:

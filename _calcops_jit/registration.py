@@ -128,6 +128,7 @@ class Registration:
         self._asked = request.asked or {}
         self._direct = generation.manifest.get("direct", [])
         self._extends = generation.manifest.get("extends", [])
+        self._missing: set[str] = set()  # operators of `defs` whose calls are errors now
         path = generation.path
         if not _is_open(path):
             self.check_direct()
@@ -189,6 +190,10 @@ class Registration:
         """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
+    def short_names(self) -> set[str]:
+        """Return the names of the operators, without namespaces and overloads."""
+        return {name.partition("::")[2].partition(".")[0] for name in self.defs}
+
     def _described(self) -> dict[str, str]:
         """Return {operator: its schemas, and the documentation of its contract}."""
         lines: dict[str, list[str]] = {}
@@ -230,8 +235,14 @@ class Registration:
         for line in answer.splitlines()[1:]:
             name, origin = line.split("\t")
             raise self._clash(name, [other for other in others if name in other.names()], origin)
+        for other in [*replaced, self]:
+            other._open()
         for impl in {impl for old in earlier for impl in old.impls if impl not in self.impls}:
             _retire(impl, earlier)
+        known = set().union(*(other.defs for other in [*others, self])) if earlier else set()
+        for old in earlier:
+            old._close(old.defs.keys() - known)
+            known |= old.defs.keys()
         for old in earlier:
             old.live = False
             _forget_dispatch(old.names())
@@ -239,6 +250,19 @@ class Registration:
             _forget_dispatch(self.names())
         self.live = True
         _taken[:] = [*(other for other in _taken if other is not self), self]
+
+    def _close(self, names: set[str]) -> None:
+        """Let calls of operators that a newer generation no longer has raise an error."""
+        for name in names:
+            error = f"{name}: no longer in library `{self.name}`"
+            self._library.calcops_jit_close(name.encode(), error.encode())
+        self._missing |= names
+
+    def _open(self) -> None:
+        """Undo _close(), because another generation may have the operators."""
+        for name in self._missing:
+            self._library.calcops_jit_retire(f"{name} missing".encode())
+        self._missing.clear()
 
     def _clash(self, name: str, owners: list[Registration], origin: str) -> BuildError:
         evidence = [f"{owner.name} of {owner.place} has it" for owner in owners]
@@ -266,7 +290,10 @@ class Registration:
             what = f"cannot register {self.name}: a TorchBind class cannot be exchanged"
             raise report(what, [lines[0].partition(" Ensure")[0]], "restart Python")
         what = f"cannot register {self.name}, nothing was exchanged"
-        raise report(what, lines, "correct the registration, or restart Python")
+        fix = "correct the registration, or restart Python"
+        if function == "steps":  # a restart would not help
+            fix = "correct the contract" if "contract" in lines[0] else "correct the registration"
+        raise report(what, lines, fix)
 
 
 def _retire(impl: str, registrations: list[Registration]) -> None:
@@ -277,19 +304,29 @@ def _retire(impl: str, registrations: list[Registration]) -> None:
 
 
 def _forget_dispatch(names: set[str]) -> None:
-    """Make Python find the kernels of operators again, which it does under make_fx, for example.
+    """Make Python find overloads and kernels of operators again.
 
-    A name is "namespace::operator.overload", perhaps with " dispatch_key".
+    It calls kernels under make_fx, for example. A name is "namespace::operator.overload", perhaps
+    with " dispatch_key".
     """
     for name in {name.partition(" ")[0] for name in names}:
         namespace, _, operator = name.partition("::")
         packet, _, overload = operator.partition(".")
         with contextlib.suppress(KeyError):  # Python has not called it
-            overloads = vars(vars(getattr(torch.ops, namespace))[packet])
-            handle = overloads[overload or "default"]
+            overloads = vars(getattr(torch.ops, namespace))[packet]
+            _find_overloads(overloads)
+            handle = vars(overloads)[overload or "default"]
             handle._dispatch_cache.clear()
             if inductor := sys.modules.get("torch._inductor.decomposition"):
                 inductor.decompositions.pop(handle, None)  # it has all compositions
+
+
+def _find_overloads(handle: torch._ops.OpOverloadPacket) -> None:
+    """Let a handle know the overloads of its operator, which PyTorch lists only once."""
+    call, names = torch._ops._get_packet(handle._qualified_op_name, handle.__module__)
+    if names != handle._overload_names:  # otherwise the handle keeps its hash, which is that of _op
+        handle._op = call
+        handle._overload_names = names
 
 
 def _difference(old: str, new: str) -> list[str]:

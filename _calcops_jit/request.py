@@ -55,6 +55,7 @@ BASE = ("-O3", "-fvisibility=hidden", "-fno-gnu-unique")
 CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # -Og inlines nothing, which takes a quarter of a call.
 RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
+CHECK = "-DCALCOPS_CHECK_INDICES"  # the flag of load(..., check=True)
 CELLS = "calcops-cells-"  # begins the name of the folder of a notebook's cells
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
@@ -96,6 +97,13 @@ _WRONG_FLAGS = {
         r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
     },
 }
+# Namespaces and attributes of torch.ops. An operator there could change PyTorch.
+_OF_PYTORCH = frozenset(
+    "aten c10 c10d c10d_functional cuda debugprims export fsdp higher_order import_module inductor"
+    " inductor_prims load_library loaded_libraries mempool mkl mkldnn mkldnn_prepacked onednn onnx"
+    " onnx_symbolic prim prims profiler quantization quantized rngprims sparse static_runtime"
+    " streams symm_mem torch".split()
+)
 _SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
 # {ending of a file that is no source: where it belongs}
 _NO_SOURCES = {
@@ -317,6 +325,7 @@ def request_for(
     extra_include_paths=None,
     verbose=False,
     with_cuda=None,
+    check=False,
     torch_options=(),
 ) -> Request:
     """Return the Request for a user's sources, from the options of calcops_jit.load."""
@@ -333,6 +342,9 @@ def request_for(
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
+    if name in _OF_PYTORCH:
+        what = f"expected `name` other than PyTorch's namespaces, got {name!r}"
+        raise ValueError(f"calcops_jit.load: {what}")
     paths = _source_paths(sources)
     cuda_sources = [path for path in paths if path.endswith(".cu")]
     if with_cuda is None:
@@ -352,18 +364,19 @@ def request_for(
         "extra_ldflags": _flags("extra_ldflags", extra_ldflags),
         "extra_include_paths": folders,
         "with_cuda": with_cuda,
+        "check": bool(check),
     }
     # A source that is a link is not resolved, because compilers search headers beside the link.
     real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
     root = os.path.commonpath(map(os.path.dirname, real))
-    define = f"-DTORCH_EXTENSION_NAME={name}"
+    defines = [f"-DTORCH_EXTENSION_NAME={name}", *([CHECK] if check else [])]
     return Request(
         name=name,
         product=f"{name}.so",
         root=os.path.dirname(real[0]) if root == "/" else root,
         sources=tuple(real),
-        cflags=(*BASE, define, *asked["extra_cflags"]),
-        cuda_cflags=(*CUDA_BASE, define, *asked["extra_cuda_cflags"]),
+        cflags=(*BASE, *defines, *asked["extra_cflags"]),
+        cuda_cflags=(*CUDA_BASE, *defines, *asked["extra_cuda_cflags"]),
         ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
         include_paths=(*HEADERS, *map(os.path.realpath, folders)),
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),

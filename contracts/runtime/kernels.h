@@ -235,8 +235,30 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
   }
 }
 
+// Raise the error for an index of a kernel that is out of bounds.
+[[noreturn]] void refuse_index(const Checked& call, const BoundKernel& kernel, const Slot* slots,
+                               const WrongIndex& wrong) {
+  const Operator& owner = *call.op.owner;
+  std::vector<int> lines;  // of the kernel's parameters
+  for (const int i : owner.lines)
+    if (i >= 0) lines.push_back(i);
+  const bool is_result = wrong.parameter >= int(lines.size());
+  lines.insert(lines.end(), owner.result_lines.begin(), owner.result_lines.end());
+  const std::string& name = call.text.lines[lines[wrong.parameter]].name;
+  const auto rank = size_t(kernel.parameters[wrong.parameter].rank);
+  const Slot& slot = slots[wrong.parameter];
+  const std::string index =
+      c10::Join(", ", c10::IntArrayRef(wrong.index, wrong.is_data ? 1 : rank));
+  TORCH_CHECK(false, call.op.name, ": expected the kernel to ",
+              slot.data ? "stay within the " : "test the absent ",
+              is_result ? "result `" : "argument `", name,
+              slot.data ? c10::str("` of shape ", c10::IntArrayRef(slot.shape, rank)) : "`",
+              ", got ", name, wrong.is_data ? ".data[" : "(", index, wrong.is_data ? "]" : ")");
+}
+
 void run_slots(const Checked& call, const BoundKernel& kernel, const Storage& storage) {
   const Outcome outcome = kernel.run(kernel.function, storage.slots.data());
+  if (outcome.index.parameter >= 0) refuse_index(call, kernel, storage.slots.data(), outcome.index);
   TORCH_CHECK(!outcome.error, call.op.name, ": CUDA error: ", outcome.error);
   if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
 }

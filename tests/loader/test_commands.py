@@ -250,6 +250,11 @@ def test_build_and_why_accept_the_name_of_a_library_of_load(checkout):
     assert checkout.compiled() == 1
     assert checkout.loaded(**options) == 3
     assert checkout.compiled() == 0
+    checked = checkout.main("build", "mine", "--check", cwd="/").out.strip()
+    assert checked in map(str, checkout.libraries("mine"))
+    assert checkout.main("build", "mine", cwd="/").out.strip() not in ("", checked)
+    assert checkout.compiled() == 1
+    assert "expected the name" in checkout.main("build", "--check").err
     assert "mine" in checkout.main("build", "other").err.partition("there are: ")[2]
     source.unlink()
     assert str(source) in checkout.main("why", "mine").err

@@ -8,6 +8,8 @@ import shutil
 import pytest
 from checkout import ANSWER, Checkout, is_message
 
+from _calcops_jit.messages import explain
+
 LOADED = ANSWER.format("return 1;")
 NO_NINJA = """
 import shutil
@@ -190,6 +192,29 @@ LED_TO = {
         ["error at {dir}/mine.cpp:2", "{dir}/site-packages/mine.h:2"],
         "correct {dir}/mine.cpp:2",
     ),
+    "a wrong number of indices": (
+        "",
+        "#include <calcops/operator.h>\ndouble f(calcops::View<const double, 2> x) {\n"
+        "  return x(1);\n}\n",
+        [": return x(1);\n  static assertion failed: a view takes one index for each dimension\n"],
+        "correct {dir}/mine.cpp:3",
+    ),
+    "a parameter of type float": (
+        "",
+        "#include <calcops/operator.h>\nvoid f(float, calcops::View<double, 1>) {}\n"
+        'const calcops::Kernel cpu("f", f);\n',
+        ['mine.cpp:3:{any}: const calcops::Kernel cpu("f", f);', "but no int, size_t, float, poin"],
+        "correct {dir}/mine.cpp:3",
+    ),
+    "a result of type int": (
+        "",
+        "#include <calcops/operator.h>\nint f(calcops::View<double, 1>) { return 0; }\n"
+        'const calcops::Kernel cpu("f", f);\n',
+        [
+            "static assertion failed: a kernel returns void or int64_t on the CPU, and cudaError_t on"
+        ],
+        "correct {dir}/mine.cpp:3",
+    ),
 }
 
 
@@ -203,9 +228,71 @@ def test_the_error_in_a_header_names_the_line_of_the_user_that_led_to_it(checkou
     checkout.put("site-packages/mine.h", header)
     message = build_error(checkout, source, CXX=compiler)
     for word in words:
-        assert word.format(dir=checkout.project.resolve()) in message, message
+        pattern = re.escape(word).replace(r"\{dir\}", str(checkout.project.resolve()))
+        assert re.search(pattern.replace(r"\{any\}", "[0-9]*"), message), message
     pattern = fix.format(dir=checkout.project.resolve(), any="[:0-9]*")
     assert re.match(pattern, fix_of(message)), message
+
+
+OPERATOR = """#include <calcops/operator.h>
+template <class Real>
+void twice(calcops::View<const Real, 1>, calcops::View<Real, 1>) {}
+"""
+# {mistake: (a line of a source, cause, words of the fix)}
+MISTAKES = {
+    "a kernel without types": (
+        'const calcops::Kernel cpu("twice", twice);',
+        "a Kernel takes the operator's name and functions",
+        "f<float>, f<double>",
+    ),
+    "a kernel that is a lambda": (
+        'const calcops::Kernel cpu("f", [](calcops::View<double, 1>) {});',
+        "a Kernel takes the operator's name and functions",
+        "a lambda needs a +",
+    ),
+    "a kernel without a name": (
+        'const calcops::Kernel("twice", twice<float>);',
+        "an object needs a name",
+        "calcops::Kernel cpu(",
+    ),
+    "a contract of several texts": (
+        'const calcops::Contract contract("", 3);',
+        "a Contract takes a text and arrays",
+        'contract(R"(...)")',
+    ),
+    "a contract without quotation marks": (
+        "const calcops::Contract contract(f(Tensor x) -> Tensor y);",
+        "C++ does not know the type Tensor",
+        'R"(...)"',
+    ),
+    "a mistake before others": (
+        'void g() { nothing(); }\nconst calcops::Kernel cpu("twice", twice);',
+        "error at ",
+        "correct ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_the_error_of_a_mistake_in_an_operator_has_its_line_and_its_cause(
+    checkout, compiler, mistake
+):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    line, cause, fix = MISTAKES[mistake]
+    message = build_error(checkout, f"{OPERATOR}{line}\n", CXX=compiler)
+    title, place, *quoted = message.splitlines()
+    assert title.startswith(f"cannot build mine: {cause}")
+    assert f"{checkout.project.resolve()}/mine.cpp:4:" in place
+    assert line.partition("\n")[0] in quoted[0]
+    assert fix in fix_of(message)
+
+
+def test_a_cuda_error_without_its_source_shows_the_line(checkout):
+    source = checkout.put("mine.cu", "int f();\nconst int i = f(;\n")
+    error = explain("cannot build mine", f"{source}(2): error: expected an expression\n")
+    assert "\n  const int i = f(;\n" in str(error)
 
 
 def test_the_error_in_a_template_of_a_cuda_source_names_the_line_that_led_to_it(checkout):

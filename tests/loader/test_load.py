@@ -104,7 +104,9 @@ def test_an_argument_that_is_neither_string_nor_path_is_refused(source, argument
         calcops_jit.load("mine", **options)
 
 
-@pytest.mark.parametrize("name", ["a/b", "", "calcops", "a" * 201, "ä b", None])
+@pytest.mark.parametrize(
+    "name", ["a/b", "", "calcops", "a" * 201, "ä b", None, "aten", "torch", "prim", "load_library"]
+)
 def test_an_invalid_library_name_is_refused(source, name):
     with pytest.raises(ValueError, match="expected `name` "):
         calcops_jit.load(name, source)

@@ -107,6 +107,7 @@ def test_the_help_of_the_magic_shows_its_options(kernel):
         "--cuda",
         "--cflags CFLAGS",
         "--ldflags LDFLAGS",
+        "--check",
         "--verbose",
         "name",
         "Build the cell",
@@ -273,6 +274,15 @@ def test_a_fix_by_a_variable_is_a_line_for_a_notebook(kernel, fix, shown):
     call = f"from _calcops_jit.messages import report\nprint(report('what', [], {fix!r}))"
     lines = kernel.run(call).out.splitlines()
     assert shown in [line.strip() for line in lines]
+
+
+def test_check_makes_an_index_out_of_bounds_an_error_and_keeps_the_handles(kernel):
+    wrong = CELL.replace("2 * x(i)", "2 * x(i + 1)")
+    kernel.run(wrong.replace("%%operator mine", "%%operator mine --check"))
+    error = kernel.run("handle(one)").error
+    assert "expected the kernel to stay within the argument `x` of shape [1], got x(1)" in error
+    kernel.run(CELL)
+    assert kernel.run("print(scaled is handle, scaled(one).item())").out == "True 2.0\n"
 
 
 def test_an_edited_cell_reaches_every_handle_and_no_other_notebook(kernel, folder):

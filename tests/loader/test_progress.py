@@ -4,7 +4,7 @@ the one of a cell."""
 import ast
 import re
 
-from checkout import CALL, wait_for
+from checkout import CALL, CONTRACT, Checkout, wait_for
 
 # Runs a build with stderr on a terminal of 100 columns, and prints each state of its line.
 ON_A_TERMINAL = r"""
@@ -49,6 +49,16 @@ def test_a_failed_build_on_a_terminal_leaves_only_the_error(checkout):
     shown = [line.rpartition("\r")[2].strip() for line in ast.literal_eval(child.out).split("\n")]
     shown = [line for line in shown if line]
     assert shown[0].startswith("calcops_jit: cannot build calcops: error at ")
+
+
+def test_a_library_whose_contract_is_refused_is_not_built(tmp_path):
+    checkout = Checkout(tmp_path, has_runtime=True)
+    checkout.put("mine.cpp", CONTRACT.format(name="f", factor=1).replace("like x", "like z"))
+    script = "import calcops_jit; calcops_jit.load('mine', 'mine.cpp')"
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert "building mine" in child.err
+    assert "built mine" not in child.err
+    assert child.err.rstrip().endswith("\n  fix: correct the contract")
 
 
 def test_a_build_in_a_log_prints_whole_lines_from_its_begin_on(checkout):

@@ -188,6 +188,64 @@ print(calcops_jit.reload(), call())
     assert (last, again) == ("1.0", "['mine'] 3.0")
 
 
+def test_an_operator_that_is_gone_says_so_until_it_returns(reloading):
+    both = """
+#include <calcops/operator.h>
+const calcops::Contract contract(R"(
+scaled(Tensor x) -> Tensor y
+old(Tensor x) -> Tensor y
+x [N]; float64.
+y [N]; like x.
+)");
+void scaled(calcops::View<const double, 1>, calcops::View<double, 1> y) { y(0) = FACTOR; }
+const calcops::Kernel cpu("scaled", scaled), cpu_old("old", scaled);
+"""
+    without = both.replace("old(Tensor x) -> Tensor y\n", "").replace(
+        ', cpu_old("old", scaled)', ""
+    )
+    reloading.put("both.cpp", both)
+    reloading.put("without.cpp", without)
+    script = r"""
+def use(name, factor):
+    source.write_text(Path(name).read_text().replace("FACTOR", str(factor)))
+    return calcops_jit.reload()
+def error_of(function):
+    try:
+        function()
+    except (AttributeError, RuntimeError) as error:
+        return str(error)
+use("both.cpp", 1)
+old, overload = mine.old, torch.ops.mine.old.default
+compiled = torch.compile(lambda x: torch.ops.mine.old(x), backend="eager")
+print(old(one).item(), overload(one).item(), compiled(one).item())
+for factor in 2, 3:
+    print(use("without.cpp", factor), call(), sorted(mine.operators), hasattr(mine, "old"))
+    print(error_of(lambda: mine.old).splitlines()[0])
+    print(error_of(lambda: mine.nosuch).splitlines()[0].replace(mine.path, "..."))
+    for call_old in (old, overload, compiled, torch.func.vmap(old)):
+        for x in (one, one.to("meta"), one.clone().requires_grad_()):
+            message = error_of(lambda: call_old(x.expand(1, 1)))
+            assert "mine::old: no longer in library `mine`" in message, message
+for name, factor in (("both.cpp", 1), ("without.cpp", 2), ("both.cpp", 4)):
+    use(name, factor)
+print(old(one).item(), mine.old is old, overload(one).item(), compiled(one).item())
+text = Path("both.cpp").read_text().replace("FACTOR", "5")
+source.write_text(text.replace("old(Tensor x)", "old(Tensor z)").replace("x [N]", "x [N]; float64.\nz [N]"))
+print(reload_error().splitlines()[0])
+"""
+    lines = output(reloading, script)
+    gone = ["library `mine` no longer has `old`", "no operator `nosuch` in ..."]
+    assert lines == [
+        "1.0 1.0 1.0",
+        "['mine'] 2.0 ['scaled'] False",
+        *gone,
+        "['mine'] 3.0 ['scaled'] False",
+        *gone,
+        "4.0 True 4.0 4.0",
+        "cannot reload mine: a schema changed, so nothing was exchanged",
+    ]
+
+
 # It takes seconds to compile, because of PyTorch's headers. So the test edits the version, which is
 # in a source of its own.
 REGISTRATION = """
@@ -201,7 +259,9 @@ at::Tensor by_value(at::Tensor x) { return x.mul(100); }
 TORCH_LIBRARY(registered, m) {
   m.set_python_module("somebody.registrations");
   m.def("scaled(Tensor x) -> Tensor");
-  if (version() > 1) m.def("other() -> int", []() -> int64_t { return 7; });
+  if (version() == 1) return;
+  m.def("other() -> int", []() -> int64_t { return 7; });
+  m.def("scaled.by(Tensor x, int n) -> Tensor", [](at::Tensor x, int64_t n) { return x.mul(n); });
 }
 TORCH_LIBRARY_IMPL(registered, CPU, m) {
   if (version() < 3) m.impl("scaled", TORCH_FN(scaled));
@@ -214,8 +274,8 @@ TORCH_LIBRARY_IMPL(registered, Meta, m) {
 
 
 def test_torch_library_kernels_are_exchanged_retired_and_refused(reloading):
-    """A kernel that is gone is not called, a new operator is callable, and another C++ signature is
-    refused."""
+    """A kernel that is gone is not called, a new operator or overload is callable, and another C++
+    signature is refused."""
     reloading.put("registration.cpp", REGISTRATION)
     reloading.put("version.cpp", "int version() { return 1; }\n")
     script = r"""
@@ -225,23 +285,38 @@ meta = torch.ones(2, device="meta", dtype=torch.float64)
 print(call(), mine.scaled(meta).shape, hasattr(mine, "other"))
 version = Path("version.cpp")
 version.write_text("int version() { return 2; }")
-print(calcops_jit.reload(), call(), mine.other())
+handle = mine.scaled
+print(calcops_jit.reload(), call(), mine.other(), handle(one, 9).item(), handle.overloads())
+compiled = torch.compile(lambda x: handle(x, 8), backend="eager", fullgraph=True)
+scripted = torch.jit.CompilationUnit("def f(x):\n  return torch.ops.registered.scaled(x, 6)\n").f
+print(compiled(one).item(), scripted(one).item(), mine.scaled is handle)
 try:
     mine.scaled(meta)
 except NotImplementedError as error:
     print("somebody.registrations" in str(error), mine.path in torch.ops.loaded_libraries)
 version.write_text("int version() { return 3; }")
 print(reload_error(), call(), sep="\n")
+version.write_text("int version() { return 1; }")
+calcops_jit.reload()
+for gone in (lambda: torch.ops.registered.other(), lambda: handle(one, 9)):
+    try:
+        gone()
+    except RuntimeError as error:
+        print(error)
 """
-    first, second, third, *error, last = output(reloading, script)
+    lines = output(reloading, script)
+    first, second, of_overload, third, *error, last, gone, gone_overload = lines
     assert first == "1.0 torch.Size([2]) False"
-    assert second == "['registered'] 2.0 7"
+    assert second == "['registered'] 2.0 7 9.0 ['default', 'by']"
+    assert of_overload == "8.0 6.0 True"
     assert third == "True True"
     text = "\n".join(error)
     assert text.startswith("cannot register registered, nothing was exchanged")
     for words in "registered::scaled", "at::Tensor (at::Tensor const&)", "at::Tensor (at::Tensor)":
         assert words in text
     assert last == "2.0"
+    assert gone == "registered::other: no longer in library `registered`"
+    assert gone_overload == "registered::scaled.by: no longer in library `registered`"
 
 
 def test_sources_without_a_common_folder_and_behind_a_link_are_followed(checkout, tmp_path_factory):

@@ -6,6 +6,10 @@
 #pragma once
 
 #include <cstdint>
+#ifdef CALCOPS_CHECK_INDICES
+#include <cstdio>
+#include <type_traits>
+#endif
 
 #ifdef __CUDACC__
 #include <cuda_runtime_api.h>
@@ -22,11 +26,75 @@ namespace calcops {
 // With kTransposed it is contiguous, or its last two dimensions are exchanged.
 enum class Layout : int8_t { kContiguous, kTransposed, kStrided };
 
+// An index of a kernel that is out of bounds. Only a library with CALCOPS_CHECK_INDICES finds it.
+struct WrongIndex {
+  static constexpr int kMost = 8;
+  int parameter = -1;    // its position among the kernel's; -1: all indices are right
+  bool is_data = false;  // the index of `data`, not those of a view
+  int64_t index[kMost] = {};
+};
+
+#ifdef CALCOPS_CHECK_INDICES
+// Where a call of a kernel records its first wrong index. Kernels may run in threads, where an
+// exception would end the process. So the kernel goes on, and the runtime raises the error.
+struct IndexRecord {
+  WrongIndex first;
+  bool is_set = false;
+
+  void set(int parameter, bool is_data, const int64_t* index, int count) {
+    if (__atomic_exchange_n(&is_set, true, __ATOMIC_RELAXED)) return;
+    first.parameter = parameter;
+    first.is_data = is_data;
+    for (int d = 0; d < count && d < WrongIndex::kMost; ++d) first.index[d] = index[d];
+  }
+};
+
+// A pointer to the numbers of a tensor that checks data[i]. Views that a kernel makes of pointers
+// are not checked.
+template <class Number>
+struct CheckedPointer {
+  Number* pointer;
+  int64_t count = 0;  // of numbers
+  IndexRecord* record = nullptr;
+  int parameter = -1;
+
+  CALCOPS_INLINE CheckedPointer(Number* pointer_ = nullptr) : pointer(pointer_) {}
+  CALCOPS_INLINE operator Number*() const { return pointer; }
+
+  // A template, because an int fits the pointer's own operator better.
+  template <class Index>
+  CALCOPS_INLINE Number& operator[](Index i) const {
+    const int64_t index[] = {int64_t(i)};
+    if (!record || (index[0] >= 0 && index[0] < count)) return pointer[i];
+    return wrong(true, index, 1);
+  }
+
+  // Record an index and return a number that stands for its target.
+  CALCOPS_INLINE Number& wrong(bool is_data, const int64_t* index, int indices) const {
+#ifdef __CUDA_ARCH__
+    printf("calcops: index out of bounds of the kernel's parameter %d:", parameter + 1);
+    for (int d = 0; d < indices; ++d) printf(" %lld", static_cast<long long>(index[d]));
+    printf("%s\n", is_data ? " of data" : "");
+    __trap();
+    return *pointer;
+#else
+    static thread_local std::remove_const_t<Number> target;
+    record->set(parameter, is_data, index, indices);
+    return target = 0;
+#endif
+  }
+};
+#endif
+
 // A tensor. If `data` is nullptr, the argument is absent or the gradient is not wanted. Its shape
 // is the first one in the contract.
 template <class Number, int rank, Layout layout = Layout::kStrided>
 struct Strided {
+#ifdef CALCOPS_CHECK_INDICES
+  CheckedPointer<Number> data;
+#else
   Number* data;
+#endif
   int64_t shape[rank > 0 ? unsigned(rank) : 1];
   int64_t stride[rank > 0 ? unsigned(rank) : 1];  // in elements
 
@@ -34,7 +102,13 @@ struct Strided {
 
   template <class... Index>
   CALCOPS_INLINE Number& operator()(Index... index) const {
-    static_assert(sizeof...(index) == rank, "one index for each dimension");
+    static_assert(sizeof...(index) == rank, "a view takes one index for each dimension");
+#ifdef CALCOPS_CHECK_INDICES
+    const int64_t indices[] = {int64_t(index)..., 0};  // a scalar has none
+    bool is_right = data.pointer;
+    for (int d = 0; d < rank; ++d) is_right &= indices[d] >= 0 && indices[d] < shape[d];
+    if (data.record && !is_right) return data.wrong(false, indices, rank);
+#endif
     int64_t position = 0;
     int dimension = 0;
     if constexpr (layout == Layout::kContiguous)
@@ -103,6 +177,7 @@ struct Slot {
 struct Outcome {
   int64_t wrong = -1;           // the position of a wrong entry, or -1
   const char* error = nullptr;  // a CUDA error
+  WrongIndex index{};
 };
 
 struct KernelEntry {
@@ -137,7 +212,9 @@ struct ContractEntry {
 void add_contract(const ContractEntry& contract);
 
 template <class Number>
-struct TypeOf;
+struct TypeOf {
+  static constexpr Type value = Type::kNone;
+};
 // clang-format off
 template <> struct TypeOf<bool> { static constexpr Type value = Type::kBool; };
 template <> struct TypeOf<uint8_t> { static constexpr Type value = Type::kUInt8; };
@@ -173,7 +250,7 @@ struct Pass {
   static constexpr Parameter parameter{kKindOf<P>};
   static_assert(__is_enum(P) || kKindOf<P> != Parameter::kChoice,
                 "a kernel takes View, Strided, int64_t, double, bool, an enumeration, List, "
-                "Workspace& and cudaStream_t");
+                "Workspace& and cudaStream_t, but no int, size_t, float, pointer or const View&");
   static P from(const Slot& slot) {
     if constexpr (kKindOf<P> == Parameter::kFloat)
       return slot.real;
@@ -190,6 +267,9 @@ struct Pass {
 
 template <class Number, int rank, Layout layout>
 struct Pass<Strided<Number, rank, layout>> {
+  static_assert(TypeOf<Number>::value != Type::kNone,
+                "a view has numbers of bool, uint8_t, uint16_t, int8_t, int16_t, int32_t, int64_t, "
+                "float or double");
   static constexpr Parameter parameter{Parameter::kTensor, TypeOf<Number>::value, rank,
                                        !IsConst<Number>::value, layout};
   static Strided<Number, rank, layout> from(const Slot& slot) {
@@ -212,8 +292,27 @@ Outcome outcome_of(Error error) {
   return {-1, error == 0 ? nullptr : cudaGetErrorString(error)};
 }
 
+#ifdef CALCOPS_CHECK_INDICES
+template <class Number, int rank, Layout layout>
+void watch(Strided<Number, rank, layout>& tensor, int parameter, IndexRecord& record) {
+  tensor.data.record = &record;
+  tensor.data.parameter = parameter;
+  int64_t last = 0;
+  bool is_empty = !tensor.data;
+  for (int d = 0; d < rank; ++d) {
+    last += (tensor.shape[d] - 1) * tensor.stride[d];
+    is_empty |= tensor.shape[d] == 0;
+  }
+  tensor.data.count = is_empty ? 0 : last + 1;
+}
+template <class Value>
+void watch(const Value&, int, IndexRecord&) {}
+#endif
+
 template <class Result, class... P>
 struct Caller {
+  static_assert(__is_same(Result, void) || __is_same(Result, int64_t) || __is_enum(Result),
+                "a kernel returns void or int64_t on the CPU, and cudaError_t on CUDA");
   using Function = Result (*)(P...);
   static constexpr Parameter parameters[sizeof...(P)] = {Pass<P>::parameter...};
 
@@ -227,10 +326,18 @@ struct Caller {
   struct Run {
     Outcome outcome;
     Run(Function function, P... values) {
+#ifdef CALCOPS_CHECK_INDICES
+      IndexRecord record;
+      int parameter = 0;
+      (watch(values, parameter++, record), ...);
+#endif
       if constexpr (__is_same(Result, void))
         function(values...);
       else
         outcome = outcome_of(function(values...));
+#ifdef CALCOPS_CHECK_INDICES
+      outcome.index = record.first;
+#endif
     }
   };
 };
