@@ -160,7 +160,9 @@ def _run(function: Callable, there: Connection, log: str, parent: int) -> NoRetu
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
+        # A child of this child replaces these objects, which must not close its standard output.
+        stream = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+        sys.stdout = sys.stderr = stream
         there.recv()  # EOFError: the parent was interrupted
         try:
             there.send((False, function()))

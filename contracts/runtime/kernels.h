@@ -238,7 +238,7 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
 // Raise the error for an index of a kernel that is out of bounds.
 [[noreturn]] void refuse_index(const Checked& call, const BoundKernel& kernel, const Slot* slots,
                                const WrongIndex& wrong) {
-  const Operator& owner = *call.op.owner;
+  const Operator& owner = call.op.kernel_owner();
   std::vector<int> lines;  // of the kernel's parameters
   for (const int i : owner.lines)
     if (i >= 0) lines.push_back(i);

@@ -164,6 +164,16 @@ def test_the_error_of_a_missing_include_of_pytorch_names_the_header(checkout, co
         assert header in fix or (source is TWICE and "ATen" in fix), message
 
 
+def test_an_error_in_the_runtime_is_shown_by_the_build_that_compiles_it(checkout):
+    hook = checkout.hook(
+        'case "$*" in *" -c "*/runtime/runtime.cpp*)'
+        ' echo "runtime.cpp:7:1: error: wrong word" >&2; exit 1;; esac'
+    )
+    new = {"CALCOPS_CACHE": checkout.project / "cache", "MAX_JOBS": "2", "CALCOPS_BUILD": "0"}
+    message = build_error(checkout, "#include <calcops/operator.h>\n", **hook, **new)
+    assert "runtime.cpp:7:1: error: wrong word" in message
+
+
 # {fault: (header, source, words of the message, words of the fix)}
 LED_TO = {
     "a template of the standard library": (
