@@ -165,13 +165,15 @@ def test_the_error_of_a_missing_include_of_pytorch_names_the_header(checkout, co
 
 
 def test_an_error_in_the_runtime_is_shown_by_the_build_that_compiles_it(checkout):
+    checkout.put("mine.cpp", "#include <calcops/operator.h>\n")
     hook = checkout.hook(
         'case "$*" in *" -c "*/runtime/runtime.cpp*)'
         ' echo "runtime.cpp:7:1: error: wrong word" >&2; exit 1;; esac'
     )
-    new = {"CALCOPS_CACHE": checkout.project / "cache", "MAX_JOBS": "2"}
-    message = build_error(checkout, "#include <calcops/operator.h>\n", **hook, **new)
-    assert "runtime.cpp:7:1: error: wrong word" in message
+    new = {"CALCOPS_CACHE": checkout.project / "cache", "MAX_JOBS": "2", "CALCOPS_BUILD": "0"}
+    script = 'import calcops_jit\ncalcops_jit.load("mine", "mine.cpp")'
+    child = checkout.run(script, cwd=checkout.project, **hook, **new)
+    assert "cannot build runtime: error at runtime.cpp:7:1" in child.err
 
 
 # {fault: (header, source, words of the message, words of the fix)}
