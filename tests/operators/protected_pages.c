@@ -6,7 +6,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-enum { kPage = 4096, kPages = 1 << 24 };
+// Systems have pages of 4 to 64 KiB.
+enum { kPage = 1 << 16, kPages = 1 << 22 };
 static char* region;               // only tensors' pages of it may be accessed
 static uint32_t pages_at[kPages];  // of the tensor whose first page this is
 static atomic_size_t next_page = 1;
