@@ -203,6 +203,12 @@ class Registration:
         for entry in self._call("documentation").split("\x1e")[:-1]:
             name, _, text = entry.partition("\n")
             lines[name] += ["", text.strip()]
+        for name in lines:
+            short = name.partition("::")[2]
+            if short in ("name", "_dir"):
+                what = f"cannot register {self.name}: an operator may not be called `{short}`"
+                evidence = f"torch.ops.{self.name}.{short} is an attribute of PyTorch"
+                raise report(what, [evidence], "give the operator another name")
         return {name: "\n".join(block) for name, block in sorted(lines.items())}
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
@@ -292,7 +298,11 @@ class Registration:
         what = f"cannot register {self.name}, nothing was exchanged"
         fix = "correct the registration, or restart Python"
         if function == "steps":  # a restart would not help
-            fix = "correct the contract" if "contract" in lines[0] else "correct the registration"
+            fix = "correct the registration"
+            if ": contract, " in lines[0]:
+                fix = "correct the contract"
+            elif ", which no contract names" in lines[0]:
+                fix = "correct the kernel's name, or the contract"
         raise report(what, lines, fix)
 
 

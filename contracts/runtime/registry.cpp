@@ -150,7 +150,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     }
   };
 
-}  // namespace )
+}  // namespace calcops_jit
 
 // These functions of torch/library.h replace libtorch's definitions within this library: hidden.map
 // hides them from others. The blocks call them, and so do helpers that take a torch::Library&. As
