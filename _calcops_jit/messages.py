@@ -102,8 +102,9 @@ forbids declaration of [‘']type name[’'] with no type
 # g++ and clang print file:line:column: error: ..., nvcc prints file(line): error: .... Below it,
 # they print lines of the source.
 _PLACE = r"^(?P<at>\S.*?(?::\d+(?::\d+)?|\(\d+\)))\s*:"
-_NO_FOLLOWER = "(?!variable or field .* declared void)"  # g++ prints it before its cause
-_COMPILER_ERROR = rf"{_PLACE} (?:fatal )?error\s*(?:#[\w-]+)?: {_NO_FOLLOWER}(?P<message>.+)(?:\n *\d* \| .*){{0,4}}"
+# g++ prints "declared void" before its cause.
+_MESSAGE = r"error\s*(?:#[\w-]+)?: (?!variable or field .* declared void)(?P<message>.+)"
+_COMPILER_ERROR = rf"{_PLACE} (?:fatal )?{_MESSAGE}(?:\n *\d* \| .*){{0,4}}"
 # A line of the source has a number and a bar, or the next line has a caret.
 _QUOTED = r"^ *\d* \| .*|^.*\n(?=[ ~]*\^[ ~^]*$)"
 _REMARK = rf"{_PLACE} (?:error|warning|note)\b.*"
