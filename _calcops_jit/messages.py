@@ -63,6 +63,8 @@ Unsupported gpu architecture '(\w+)'
     this CUDA does not support the GPU -> leave {0} out of TORCH_CUDA_ARCH_LIST and extra_cuda_cflags, or use an older CUDA
 Unknown CUDA arch \((.*)\)
     TORCH_CUDA_ARCH_LIST is no list of architectures -> export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'
+fatal error: '?(?:calcops/)?operators?\.h(?:: No such file|' file not found)
+    a header is missing -> begin the source with: #include <calcops/operator.h>
 fatal error: '?(\.\.?/\S+?)(?:: No such file|' file not found)
     a header is missing -> correct the #include: {0} begins in the folder of the file that includes it
 fatal error: '?(\S+?)(?:: No such file|' file not found)
@@ -88,8 +90,12 @@ _CAUSES_OF_ERROR = r"""
     a Contract takes a text and arrays -> write: const calcops::Contract contract(R"(...)"); arrays of Derivative, Check or Composition may follow
 expected (?:unqualified-id|an identifier).*\n.*\b(?:Contract|Kernel)\(
     an object needs a name -> write: const calcops::Contract contract(...); and: const calcops::Kernel cpu(...);
+unterminated raw string|raw string missing terminating
+    a contract does not end -> end it with )");
 missing (?:terminating|closing) .*(?:"|quote)
     a string ends with its line -> write a contract as R"(...)", with the R before the quotation mark
+forbids declaration of [‘']type name[’'] with no type
+    a type is not declared -> declare it, for example by a line above the kernel: template <class Real>
 [‘']Tensor[’'] (?:was not declared|does not name a type)|(?:undeclared identifier|unknown type name) 'Tensor'|identifier "Tensor" is undefined
     C++ does not know the type Tensor -> write a contract as R"(...)"; PyTorch's type is at::Tensor
 """  # noqa: E501
@@ -97,9 +103,9 @@ missing (?:terminating|closing) .*(?:"|quote)
 # g++ and clang print file:line:column: error: ..., nvcc prints file(line): error: .... Below it,
 # they print lines of the source.
 _PLACE = r"^(?P<at>\S.*?(?::\d+(?::\d+)?|\(\d+\)))\s*:"
-_COMPILER_ERROR = (
-    rf"{_PLACE} (?:fatal )?error\s*(?:#[\w-]+)?: (?P<message>.+)(?:\n *\d* \| .*){{0,4}}"
-)
+# g++ prints "declared void" before its cause.
+_MESSAGE = r"error\s*(?:#[\w-]+)?: (?!variable or field .* declared void)(?P<message>.+)"
+_COMPILER_ERROR = rf"{_PLACE} (?:fatal )?{_MESSAGE}(?:\n *\d* \| .*){{0,4}}"
 # A line of the source has a number and a bar, or the next line has a caret.
 _QUOTED = r"^ *\d* \| .*|^.*\n(?=[ ~]*\^[ ~^]*$)"
 _REMARK = rf"{_PLACE} (?:error|warning|note)\b.*"

@@ -203,6 +203,12 @@ class Registration:
         for entry in self._call("documentation").split("\x1e")[:-1]:
             name, _, text = entry.partition("\n")
             lines[name] += ["", text.strip()]
+        for name in lines:
+            short = name.partition("::")[2]
+            if short in ("name", "_dir"):
+                what = f"cannot register {self.name}: an operator may not be called `{short}`"
+                evidence = f"torch.ops.{self.name}.{short} is an attribute of PyTorch"
+                raise report(what, [evidence], "give the operator another name")
         return {name: "\n".join(block) for name, block in sorted(lines.items())}
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
@@ -236,13 +242,11 @@ class Registration:
             name, origin = line.split("\t")
             raise self._clash(name, [other for other in others if name in other.names()], origin)
         for other in [*replaced, self]:
-            other._open()
+            other._open(self)
         for impl in {impl for old in earlier for impl in old.impls if impl not in self.impls}:
             _retire(impl, earlier)
-        known = set().union(*(other.defs for other in [*others, self])) if earlier else set()
-        for old in earlier:
-            old._close(old.defs.keys() - known)
-            known |= old.defs.keys()
+        if earlier:
+            self._close_missing(earlier, others)
         for old in earlier:
             old.live = False
             _forget_dispatch(old.names())
@@ -251,18 +255,22 @@ class Registration:
         self.live = True
         _taken[:] = [*(other for other in _taken if other is not self), self]
 
-    def _close(self, names: set[str]) -> None:
-        """Let calls of operators that a newer generation no longer has raise an error."""
-        for name in names:
-            error = f"{name}: no longer in library `{self.name}`"
-            self._library.calcops_jit_close(name.encode(), error.encode())
-        self._missing |= names
+    def _close_missing(self, earlier: list[Registration], others: list[Registration]) -> None:
+        """Let calls of operators that `earlier` had, and nobody has now, raise an error."""
+        known = set().union(*(other.defs for other in [*others, self]))
+        known.update(*(old._missing for old in earlier))
+        for old in earlier:
+            for name in old.defs.keys() - known:
+                error = f"{name}: no longer in library `{self.name}`"
+                old._library.calcops_jit_close(name.encode(), error.encode())
+                old._missing.add(name)
+                known.add(name)
 
-    def _open(self) -> None:
-        """Undo _close(), because another generation may have the operators."""
-        for name in self._missing:
+    def _open(self, newer: Registration) -> None:
+        """Undo _close_missing() for the operators of a newer registration."""
+        for name in self._missing and self._missing & newer.defs.keys():
             self._library.calcops_jit_retire(f"{name} missing".encode())
-        self._missing.clear()
+            self._missing.remove(name)
 
     def _clash(self, name: str, owners: list[Registration], origin: str) -> BuildError:
         evidence = [f"{owner.name} of {owner.place} has it" for owner in owners]
@@ -292,7 +300,11 @@ class Registration:
         what = f"cannot register {self.name}, nothing was exchanged"
         fix = "correct the registration, or restart Python"
         if function == "steps":  # a restart would not help
-            fix = "correct the contract" if "contract" in lines[0] else "correct the registration"
+            fix = "correct the registration"
+            if ": contract, " in lines[0]:
+                fix = "correct the contract"
+            elif ", which no contract names" in lines[0]:
+                fix = "correct the kernel's name, or the contract"
         raise report(what, lines, fix)
 
 

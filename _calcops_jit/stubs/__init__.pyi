@@ -6,14 +6,15 @@ from _calcops_jit.operators import *
 
 from collections.abc import Callable, Sequence
 
-def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | None=None, **torch_options) -> Library:
+def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | None=None, check: bool=False, **torch_options) -> Library:
     """Return the library of operator sources, which is built once and then cached.
 
     The sources register their operators with a contract or TORCH_LIBRARY. After an edit, the next
     call builds them again. reload() exchanges their kernels in the running process.
 
     Args:
-        name: name of the library; also the macro TORCH_EXTENSION_NAME.
+        name: name of the library; also the macro TORCH_EXTENSION_NAME and the namespace of its
+            contracts. It is none of PyTorch's own namespaces.
         sources: paths of .cpp and .cu files. A .c file is compiled as C++.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
             split into words as a shell would. A list is passed on as torch does, so a flag in it
@@ -24,6 +25,9 @@ def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=No
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
         with_cuda: build for CUDA; default: if there is a .cu source.
+        check: make an index that is out of bounds an error of the call. This is for views of a
+            contract's kernels, and slower. The same call with another `check` exchanges the
+            kernels of the library in place.
         **torch_options: the other options of torch.utils.cpp_extension.load. A value that the
             loader cannot follow raises ValueError.
 

@@ -208,7 +208,8 @@ void check_kernels(const Operator& op) {
 // registered.
 void check_all_kernels() {
   for (const auto& [op, kernels] : kernels_waiting())
-    TORCH_CHECK(false, "a kernel of ", op, ", which no contract names");
+    TORCH_CHECK(false, kernels[0].file, ":", kernels[0].line, ": a kernel of ", op,
+                ", which no contract names");
   for (const Family& family : families())
     at_contract(family, [&] {
       for (const Operator& op : family.operators)

@@ -277,6 +277,12 @@ MISTAKES = {
         "C++ does not know the type Tensor",
         'R"(...)"',
     ),
+    "a contract that does not end": (
+        'const calcops::Contract contract(R"(f(Tensor x) -> Tensor y");',
+        "a contract does not end",
+        'end it with )"',
+    ),
+    "a view without its namespace": ("void g(View<const double, 1> x) {}", "error at ", "correct "),
     "a mistake before others": (
         'void g() { nothing(); }\nconst calcops::Kernel cpu("twice", twice);',
         "error at ",
@@ -299,6 +305,12 @@ def test_the_error_of_a_mistake_in_an_operator_has_its_line_and_its_cause(
     assert f"{checkout.project.resolve()}/mine.cpp:4:" in place
     assert line.partition("\n")[0] in quoted[0]
     assert fix in fix_of(message)
+    assert "declared void" not in message
+
+
+def test_a_wrong_path_of_the_header_of_contracts_is_corrected(checkout):
+    message = build_error(checkout, "#include <calcops/operators.h>\n")
+    assert fix_of(message) == "begin the source with: #include <calcops/operator.h>"
 
 
 def test_a_cuda_error_without_its_source_shows_the_line(checkout):

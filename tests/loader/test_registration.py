@@ -72,6 +72,21 @@ TORCH_LIBRARY(keyword, m) { m.def("scaled(Tensor x, float lambda) -> Tensor"); }
     assert output(checkout, script) == ["keyword::scaled(Tensor x, float lambda) -> Tensor"]
 
 
+def test_the_error_of_a_kernel_that_no_contract_names_has_its_line(checkout):
+    source = CONTRACT.format(name="twice", factor=2).replace('cpu("twice"', 'cpu("twise"')
+    path = checkout.put("mine.cpp", source).resolve()
+    line = next(i for i, text in enumerate(source.splitlines(), 1) if "twise" in text)
+    title, place, fix = output(checkout, "print(error_of(lambda: load('mine', 'mine.cpp')))")
+    assert place == f"  {path}:{line}: a kernel of mine::twise, which no contract names"
+    assert fix == "  fix: correct the kernel's name, or the contract"
+
+
+def test_an_operator_of_the_name_of_an_attribute_of_pytorch_is_an_error(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="name", factor=2))
+    title, *_ = output(checkout, "print(error_of(lambda: load('mine', 'mine.cpp')))")
+    assert title == "cannot register mine: an operator may not be called `name`"
+
+
 def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
     checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
     script = """

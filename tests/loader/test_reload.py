@@ -221,6 +221,8 @@ print(old(one).item(), overload(one).item(), compiled(one).item())
 for factor in 2, 3:
     print(use("without.cpp", factor), call(), sorted(mine.operators), hasattr(mine, "old"))
     print(error_of(lambda: mine.old).splitlines()[0])
+    Path("other.cpp").write_text("#include <calcops/operator.h>\n")
+    calcops_jit.load(f"other{factor}", "other.cpp")
     print(error_of(lambda: mine.nosuch).splitlines()[0].replace(mine.path, "..."))
     for call_old in (old, overload, compiled, torch.func.vmap(old)):
         for x in (one, one.to("meta"), one.clone().requires_grad_()):

@@ -188,6 +188,8 @@ struct KernelEntry {
   Outcome (*run)(void (*function)(), const Slot* slots);
   void (*function)();
   bool (*is_capturing)(void* stream);  // nullptr without CUDA
+  const char* file;
+  int line;
 };
 void add_kernel(const KernelEntry& kernel);
 
@@ -465,6 +467,7 @@ constexpr const char* Value::library_namespace() { return kNamespace; }
 // Registers the operators of a contract. Their namespace is the library's name, unless their schema
 // has one. The text is followed by arrays of static storage: Compositions, Derivatives and Checks.
 struct Contract {
+  // A text and its place in a source.
   struct Text {
     // Other names than those of the members, for -Wshadow.
     Text(const char* words, const char* path = __builtin_FILE(), int row = __builtin_LINE())
@@ -496,22 +499,24 @@ struct Contract {
 // they return says who checks index entries (contracts/README.md).
 struct Kernel {
   template <class... Functions>
-  explicit Kernel(const char* op, Functions*... functions) {
+  explicit Kernel(Contract::Text op, Functions*... functions) {
     (add(op, functions), ...);
   }
 
  private:
   template <class Result, class... P>
-  static void add(const char* op, Result (*function)(P...)) {
+  static void add(const Contract::Text& op, Result (*function)(P...)) {
     using Call = Caller<Result, P...>;
-    KernelEntry entry{op,
+    KernelEntry entry{op.text,
                       kNamespace,
                       Call::parameters,
                       int(sizeof...(P)),
                       !__is_same(Result, void),
                       &Call::run,
                       reinterpret_cast<void (*)()>(function),
-                      nullptr};
+                      nullptr,
+                      op.file,
+                      op.line};
 #ifdef CUDART_VERSION
     entry.is_capturing = [](void* stream) {
       cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
