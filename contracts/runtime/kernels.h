@@ -92,7 +92,8 @@ void check_entries(const Checked& call) {
 
 // The slots of one call (one for each parameter of its kernel), and the memory to which they point.
 struct Storage {
-  std::array<Slot, kMost> slots{};
+  std::array<Slot, kMost + 1> slots{};
+  WrongIndex wrong{};
   std::list<Tensor> owned;
   std::array<std::array<int64_t, contract::kMostDimensions>, kMost> shape, stride;
   std::list<std::vector<int64_t>> integers;
@@ -236,8 +237,9 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
 }
 
 // Raise the error for an index of a kernel that is out of bounds.
-[[noreturn]] void refuse_index(const Checked& call, const BoundKernel& kernel, const Slot* slots,
-                               const WrongIndex& wrong) {
+[[noreturn]] void refuse_index(const Checked& call, const BoundKernel& kernel,
+                               const Storage& storage) {
+  const WrongIndex& wrong = storage.wrong;
   const Operator& owner = call.op.kernel_owner();
   std::vector<int> lines;  // of the kernel's parameters
   for (const int i : owner.lines)
@@ -246,7 +248,7 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
   lines.insert(lines.end(), owner.result_lines.begin(), owner.result_lines.end());
   const std::string& name = call.text.lines[lines[wrong.parameter]].name;
   const auto rank = size_t(kernel.parameters[wrong.parameter].rank);
-  const Slot& slot = slots[wrong.parameter];
+  const Slot& slot = storage.slots[wrong.parameter];
   const std::string index =
       c10::Join(", ", c10::IntArrayRef(wrong.index, wrong.is_data ? 1 : rank));
   TORCH_CHECK(false, call.op.name, ": expected the kernel to ",
@@ -256,9 +258,10 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
               ", got ", name, wrong.is_data ? ".data[" : "(", index, wrong.is_data ? "]" : ")");
 }
 
-void run_slots(const Checked& call, const BoundKernel& kernel, const Storage& storage) {
+void run_slots(const Checked& call, const BoundKernel& kernel, Storage& storage) {
+  storage.slots[kernel.count].data = &storage.wrong;
   const Outcome outcome = kernel.run(kernel.function, storage.slots.data());
-  if (outcome.index.parameter >= 0) refuse_index(call, kernel, storage.slots.data(), outcome.index);
+  if (storage.wrong.is_set) refuse_index(call, kernel, storage);
   TORCH_CHECK(!outcome.error, call.op.name, ": CUDA error: ", outcome.error);
   if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
 }

@@ -26,36 +26,25 @@ namespace calcops {
 // With kTransposed it is contiguous, or its last two dimensions are exchanged.
 enum class Layout : int8_t { kContiguous, kTransposed, kStrided };
 
-// An index of a kernel that is out of bounds. Only a library with CALCOPS_CHECK_INDICES finds it.
+// The first index of a kernel's call that is out of bounds. Only a library that is compiled with
+// CALCOPS_CHECK_INDICES finds it. Kernels may run in threads, where an exception would end the
+// process. So the kernel goes on, and the runtime raises the error.
 struct WrongIndex {
   static constexpr int kMost = 8;
-  int parameter = -1;    // its position among the kernel's; -1: all indices are right
+  bool is_set = false;
   bool is_data = false;  // the index of `data`, not those of a view
+  int parameter = 0;     // its position among the kernel's
   int64_t index[kMost] = {};
 };
 
 #ifdef CALCOPS_CHECK_INDICES
-// Where a call of a kernel records its first wrong index. Kernels may run in threads, where an
-// exception would end the process. So the kernel goes on, and the runtime raises the error.
-struct IndexRecord {
-  WrongIndex first;
-  bool is_set = false;
-
-  void set(int parameter, bool is_data, const int64_t* index, int count) {
-    if (__atomic_exchange_n(&is_set, true, __ATOMIC_RELAXED)) return;
-    first.parameter = parameter;
-    first.is_data = is_data;
-    for (int d = 0; d < count && d < WrongIndex::kMost; ++d) first.index[d] = index[d];
-  }
-};
-
 // A pointer to the numbers of a tensor that checks data[i]. Views that a kernel makes of pointers
 // are not checked.
 template <class Number>
 struct CheckedPointer {
   Number* pointer;
   int64_t count = 0;  // of numbers
-  IndexRecord* record = nullptr;
+  WrongIndex* record = nullptr;
   int parameter = -1;
 
   CALCOPS_INLINE CheckedPointer(Number* pointer_ = nullptr) : pointer(pointer_) {}
@@ -78,8 +67,12 @@ struct CheckedPointer {
     __trap();
     return *pointer;
 #else
+    if (!__atomic_exchange_n(&record->is_set, true, __ATOMIC_RELAXED)) {
+      record->is_data = is_data;
+      record->parameter = parameter;
+      for (int d = 0; d < indices && d < WrongIndex::kMost; ++d) record->index[d] = index[d];
+    }
     static thread_local std::remove_const_t<Number> target;
-    record->set(parameter, is_data, index, indices);
     return target = 0;
 #endif
   }
@@ -177,7 +170,6 @@ struct Slot {
 struct Outcome {
   int64_t wrong = -1;           // the position of a wrong entry, or -1
   const char* error = nullptr;  // a CUDA error
-  WrongIndex index{};
 };
 
 struct KernelEntry {
@@ -185,6 +177,7 @@ struct KernelEntry {
   const Parameter* parameters;
   int count;
   bool checks_entries;  // its function does not return void
+  // The slot behind those of the parameters has a WrongIndex.
   Outcome (*run)(void (*function)(), const Slot* slots);
   void (*function)();
   bool (*is_capturing)(void* stream);  // nullptr without CUDA
@@ -296,8 +289,8 @@ Outcome outcome_of(Error error) {
 
 #ifdef CALCOPS_CHECK_INDICES
 template <class Number, int rank, Layout layout>
-void watch(Strided<Number, rank, layout>& tensor, int parameter, IndexRecord& record) {
-  tensor.data.record = &record;
+void watch(Strided<Number, rank, layout>& tensor, int parameter, WrongIndex* record) {
+  tensor.data.record = record;
   tensor.data.parameter = parameter;
   int64_t last = 0;
   bool is_empty = !tensor.data;
@@ -308,7 +301,7 @@ void watch(Strided<Number, rank, layout>& tensor, int parameter, IndexRecord& re
   tensor.data.count = is_empty ? 0 : last + 1;
 }
 template <class Value>
-void watch(const Value&, int, IndexRecord&) {}
+void watch(const Value&, int, WrongIndex*) {}
 #endif
 
 template <class Result, class... P>
@@ -321,25 +314,21 @@ struct Caller {
   static Outcome run(void (*function)(), const Slot* slots) {
     const auto next = [&]() -> const Slot& { return *slots++; };
     // Braces evaluate their elements in order, which parentheses do not.
-    return Run{reinterpret_cast<Function>(function), Pass<P>::from(next())...}.outcome;
+    return Run{reinterpret_cast<Function>(function), Pass<P>::from(next())..., slots}.outcome;
   }
 
  private:
   struct Run {
     Outcome outcome;
-    Run(Function function, P... values) {
+    Run(Function function, P... values, [[maybe_unused]] const Slot* behind) {
 #ifdef CALCOPS_CHECK_INDICES
-      IndexRecord record;
       int parameter = 0;
-      (watch(values, parameter++, record), ...);
+      (watch(values, parameter++, static_cast<WrongIndex*>(behind->data)), ...);
 #endif
       if constexpr (__is_same(Result, void))
         function(values...);
       else
         outcome = outcome_of(function(values...));
-#ifdef CALCOPS_CHECK_INDICES
-      outcome.index = record.first;
-#endif
     }
   };
 };
