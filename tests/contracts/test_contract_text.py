@@ -86,6 +86,7 @@ RIGHT = {
 # Contracts that are wrong, and what their errors say: {line of the tensor x: message}.
 WRONG_TENSORS = {
     "[N]; float64. N >= 2.": "text that reads like a clause in `N >= 2`",
+    "[N]; float64. in units of 10000 Å or so.": "got `in units of 10000 Å`",
     "[N]; float64. constant.": "text begins with a capital letter, got `constant.`",
     "[N, 2.5]; float64.": "expected an integer in `[N, 2.5]`",
     "[N]; float64; not float16.": "got `not` in `not float16`",
