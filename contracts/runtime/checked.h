@@ -135,6 +135,7 @@ struct Checked {
   // ---- numbers and strings ----------------------------------------------------------------------
 
   void check_number(const Line& line, const IValue& value) {
+    if (value.isNone()) return;
     if (value.isDouble()) {
       for (const contract::Bound& bound : line.bounds)
         check_bound(line, bound, value.toDouble(), bound.real);

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cctype>
 #include <deque>
 #include <fstream>
 #include <functional>
@@ -97,6 +98,13 @@ void read_family(Family& family) {
   family.text = contract::Reader(entry.text).read();
   for (contract::Signature& signature : contract::Prover(family.text, composed).operators) {
     const std::string name = qualified(signature.schema.name, entry.name_space);
+    const std::string name_space = name.substr(0, name.find("::"));
+    const bool is_identifier = std::all_of(name_space.begin(), name_space.end(), [](char c) {
+      return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
+    });
+    check_operator(is_identifier, signature, "expected a namespace of letters, digits and _, got `",
+                   name_space, "`; rename the library, or write `mine::", signature.schema.name,
+                   "` in the contract and in its kernels");
     for (const Family& other : families())
       for (const Operator& known : other.operators)
         if (known.name == name)

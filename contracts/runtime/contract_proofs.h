@@ -12,7 +12,19 @@
 namespace calcops {
 namespace contract {
 
-enum class Kind { kTensor, kInt, kFloat, kBool, kString, kInts, kFloats, kMask, kOther };
+enum class Kind {
+  kTensor,
+  kInt,
+  kFloat,
+  kBool,
+  kString,
+  kInts,
+  kFloats,
+  kOptionalInt,
+  kOptionalFloat,
+  kMask,
+  kOther
+};
 
 inline bool is_optional(const c10::Argument& argument) {
   return argument.type()->kind() == c10::TypeKind::OptionalType;
@@ -20,13 +32,12 @@ inline bool is_optional(const c10::Argument& argument) {
 
 inline Kind kind_of(const c10::Argument& argument) {
   // In the order of Kind.
-  static constexpr const char* kTypes[] = {"Tensor", "int",   "float",   "bool",
-                                           "str",    "int[]", "float[]", "bool[]"};
+  static constexpr const char* kTypes[] = {"Tensor", "int",     "float", "bool",   "str",
+                                           "int[]",  "float[]", "int?",  "float?", "bool[]"};
   const bool optional = is_optional(argument);
-  const std::string type = (optional ? argument.type()->containedType(0) : argument.type())->str();
-  const auto kind = Kind(std::find(std::begin(kTypes), std::end(kTypes), type) - kTypes);
-  const bool is_number = kind >= Kind::kInt && kind <= Kind::kString;
-  return optional && is_number ? Kind::kOther : kind;
+  std::string type = (optional ? argument.type()->containedType(0) : argument.type())->str();
+  if (optional && type != "Tensor" && type.back() != ']') type += '?';
+  return Kind(std::find(std::begin(kTypes), std::end(kTypes), type) - kTypes);
 }
 
 // What the contract says about one operator.
@@ -161,6 +172,8 @@ class Prover {
                                                "strings",
                                                "",
                                                "",
+                                               "bounds",
+                                               "bounds",
                                                "",
                                                ""};
     const Kind kind = kind_of(argument);
@@ -175,14 +188,15 @@ class Prover {
     if (kind == Kind::kString && line.choices.empty() && !op.is_composition)
       fail(line, "expected the allowed strings, such as \"a\" or \"b\"");
     for (const Bound& bound : line.bounds)
-      if (kind == Kind::kInt && !bound.whole) fail(line, "expected integers, got " + bound.text);
+      if ((kind == Kind::kInt || kind == Kind::kOptionalInt) && !bound.whole)
+        fail(line, "expected integers, got " + bound.text);
   }
 
   // Raise an error if a line refuses its argument's default. Kernels receive it unchecked where
   // another operator that lacks the argument uses them.
   static void check_default(const Schema& schema, const Line& line, const c10::Argument& argument) {
     const auto& value = argument.default_value();
-    if (!value) return;
+    if (!value || value->isNone()) return;
     if (!value->type()->isSubtypeOf(*argument.type()))
       fail(schema, "the default of `" + line.name + "` is no " + argument.real_type()->str());
     bool is_ok = line.choices.empty() ||
@@ -213,22 +227,6 @@ class Prover {
                ")");
   }
 
-  // Return what to write instead of an argument of a type that kernels do not take.
-  static std::string instead_of(const c10::Argument& argument) {
-    static constexpr std::pair<const char*, const char*> kNone[] = {{"int?", "int NAME=-1"},
-                                                                    {"float?", "float NAME=0.0"},
-                                                                    {"bool?", "bool NAME=False"},
-                                                                    {"str?", "str NAME=\"none\""}};
-    for (const auto& [type, example] : kNone)
-      if (argument.real_type()->str() == type) {
-        const std::string text = example;
-        const size_t name = text.find("NAME");
-        return "write a default that means none, as in `" + text.substr(0, name) + argument.name() +
-               text.substr(name + 4) + '`';
-      }
-    return "the types are Tensor, Tensor?, int, SymInt, float, bool, str, int[] and float[]";
-  }
-
   void read_operator(const Schema& schema, const std::vector<std::string>& composed) {
     Signature op{schema, parsed(schema)};
     if (op.parsed.is_vararg() || op.parsed.is_varret() || !op.parsed.overload_name().empty())
@@ -251,8 +249,11 @@ class Prover {
       const int i = text_.line(argument.name());
       if (i < 0) fail(schema, "no line describes its argument `" + argument.name() + "`");
       if (!op.is_composition && (kind == Kind::kOther || kind == Kind::kMask))
-        fail(schema,
-             "kernels take no " + type + " `" + argument.name() + "`; " + instead_of(argument));
+        fail(schema, "kernels take no " + type + " `" + argument.name() + "`; " +
+                         (type == "bool?" || type == "str?"
+                              ? "write a default that means none, such as False or \"none\""
+                              : "the types are Tensor, Tensor?, int, int?, SymInt, float, float?, "
+                                "bool, str, int[] and float[]"));
       if (op.has(i)) fail(schema, "two arguments `" + argument.name() + "`");
       is_used_[i] = true;
       op.argument[i] = int(op.lines.size());
@@ -356,7 +357,8 @@ class Prover {
       const Kind kind = op.has(int(i)) ? op.kind(int(i)) : Kind::kOther;
       const int size = text_.size(line.name);
       if (size >= 0 && kind == Kind::kInt) known |= 1u << size;
-      if (kind == Kind::kInt || kind == Kind::kFloat) op.numbers.push_back(int(i));
+      const bool is_optional = kind == Kind::kOptionalInt || kind == Kind::kOptionalFloat;
+      if (kind == Kind::kInt || kind == Kind::kFloat || is_optional) op.numbers.push_back(int(i));
       if (kind == Kind::kString) op.strings.push_back(int(i));
     }
     // The sizes of tensors that are always given are set first, then those of optional ones.
@@ -457,9 +459,17 @@ struct BoundKernel : KernelEntry {
 // Return a parameter as in C++, but with the contract's name of a dtype.
 inline std::string text_of(const Parameter& parameter) {
   // Of each kind.
-  static constexpr const char* kKinds[] = {
-      "",           "int64_t",     "double", "bool", "enum class", "List<int64_t>", "List<double>",
-      "Workspace&", "cudaStream_t"};
+  static constexpr const char* kKinds[] = {"",
+                                           "int64_t",
+                                           "double",
+                                           "bool",
+                                           "enum class",
+                                           "List<int64_t>",
+                                           "List<double>",
+                                           "const int64_t*",
+                                           "const double*",
+                                           "Workspace&",
+                                           "cudaStream_t"};
   if (parameter.kind != Parameter::kTensor) return kKinds[parameter.kind];
   return std::string(parameter.layout == Layout::kContiguous ? "View<" : "Strided<") +
          (parameter.is_written ? "" : "const ") + name_of(parameter.type) + ", " +
@@ -470,8 +480,9 @@ inline std::string text_of(const Parameter& parameter) {
 inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry& entry) {
   // Of each Kind.
   static constexpr Parameter::Kind kWanted[] = {
-      Parameter::kTensor, Parameter::kInt,  Parameter::kFloat, Parameter::kBool,
-      Parameter::kChoice, Parameter::kInts, Parameter::kFloats};
+      Parameter::kTensor, Parameter::kInt,         Parameter::kFloat,
+      Parameter::kBool,   Parameter::kChoice,      Parameter::kInts,
+      Parameter::kFloats, Parameter::kOptionalInt, Parameter::kOptionalFloat};
   const auto fail = [&](const std::string& what) {
     throw Mistake(op.schema.number, "a kernel of `" + op.schema.name + "`: " + what);
   };

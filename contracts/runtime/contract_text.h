@@ -535,9 +535,11 @@ class Reader {
 
   // Raise an error if text reads like a clause, so that no clause is taken for text.
   void check_text(size_t at) {
-    if (at < end_ && !is_capital(source_[at]))
-      fail("text begins with a capital letter, got `" + joined(text(at, std::min(at + 20, end_))) +
-           '`');
+    if (at < end_ && !is_capital(source_[at])) {
+      size_t end = std::min(at + 20, end_);
+      while ((source_[end] & 0xc0) == 0x80) ++end;  // of a character of several bytes
+      fail("text begins with a capital letter, got `" + joined(text(at, end)) + '`');
+    }
     while (at < end_) {
       tokens_.push_back(token_at(at));
       at = skip_spaces(tokens_.back().end);

@@ -181,8 +181,9 @@ void set_value(const Line& line, Parameter::Kind kind, const IValue& value, Slot
     slot.data = const_cast<void*>(static_cast<const void*>(list.data()));
     slot.integer = int64_t(list.size());
   };
-  if (value.isNone()) return;  // an absent list
-  if (kind == Parameter::kFloat)
+  if (value.isNone()) return;  // an absent list or number
+  if (kind == Parameter::kOptionalInt || kind == Parameter::kOptionalFloat) slot.data = &slot;
+  if (kind == Parameter::kFloat || kind == Parameter::kOptionalFloat)
     slot.real = value.toDouble();
   else if (kind == Parameter::kInts)
     set_list(storage.integers.emplace_back(value.toIntVector()));

@@ -646,6 +646,24 @@ const Kernel kPickedCpu("picked", picked<int8_t>, picked<uint8_t>, picked<int32_
 void repeated(View<const double, 1>, int64_t, View<double, 1>) {}
 const Kernel kOuterCpu("outer", outer), kRepeatedCpu("repeated", repeated);
 
+// ---- numbers that may be absent -----------------------------------------------------------------
+
+const Contract kClipped(R"(
+clipped(Tensor x, float? least=None, int? most=None) -> Tensor y
+x      [...]; float64.
+least  > -100.
+most   <= 100.
+y      [...]; like x.
+)");
+
+void clipped(View<const double, 1> x, const double* least, const int64_t* most, View<double, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) {
+    y(i) = least ? std::max(x(i), *least) : x(i);
+    if (most) y(i) = std::min(y(i), double(*most));
+  }
+}
+const Kernel kClippedCpu("clipped", clipped);
+
 // ---- compositions -------------------------------------------------------------------------------
 
 Value inverse(const Value* arguments) { return 1 / arguments[0]; }

@@ -321,6 +321,18 @@ def test_a_wrong_contract_is_refused_and_its_line_is_named(mistake, tmp_path_fac
     assert corrected.doubled(torch.ones(2)).tolist() == [2, 2]
 
 
+@pytest.mark.parametrize(("name", "namespace"), [("my.op", "of_point"), ("my-op", "of_hyphen")])
+def test_a_library_whose_name_is_no_namespace_needs_one_in_its_contract(name, namespace, tmp_path):
+    source = tmp_path / "doubled.cpp"
+    source.write_text(DOUBLED)
+    message = "expected a namespace of letters, digits and _, got `my[.-]op`; rename the library"
+    with pytest.raises(calcops_jit.BuildError, match=message):
+        calcops_jit.load(name, [source])
+    text = DOUBLED.replace("doubled(Tensor", f"{namespace}::doubled(Tensor")
+    source.write_text(text.replace('"doubled"', f'"{namespace}::doubled"'))
+    assert calcops_jit.load(name, [source]).doubled(torch.ones(2)).tolist() == [2, 2]
+
+
 def test_the_notebook_cell_of_the_loaders_readme_builds_and_computes(tmp_path):
     readme = (Path(calcops_jit.__file__).parent / "_calcops_jit" / "README.md").read_text()
     cell = re.search(r"```c\+\+\n%%operator mine\n(.+?)```", readme, re.S)[1]

@@ -56,6 +56,25 @@ def test_vmap_joins_no_size_that_is_a_part_of_another(mine, shape):
     assert torch.equal(vmap(mine.split, (0, None))(z, table), z * 6)
 
 
+# ---- numbers that may be absent ------------------------------------------------------------------
+
+
+def test_a_kernel_receives_an_absent_number_as_a_null_pointer(mine):
+    x = torch.tensor([-3.0, 0.0, 9.0], **float64)
+    assert mine.clipped(x).tolist() == [-3, 0, 9]
+    assert mine.clipped(x, -1.5).tolist() == [-1.5, 0, 9]
+    assert mine.clipped(x, most=4).tolist() == [-3, 0, 4]
+    assert mine.clipped(x, -0.0, 0).tolist() == [0, 0, 0]
+    assert vmap(lambda x: mine.clipped(x, most=4))(x).tolist() == [-3, 0, 4]
+    opcheck(mine.clipped, (x, None, 4), {})
+    for arguments, message in [
+        (dict(least=-100.0), "`least` > -100, got -100"),
+        (dict(most=101), "`most` of at most 100, got 101"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"contracts::clipped: expected {message}"):
+            mine.clipped(x, **arguments)
+
+
 # ---- leading dimensions --------------------------------------------------------------------------
 
 OF_ANY_RANK = {

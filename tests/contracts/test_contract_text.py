@@ -29,7 +29,7 @@ OPTIONAL = {
         f"composition f\nf(Tensor x, {kind}? k) -> Tensor\nx  [N]; float64.\nk  {clause}.",
         f"in f the argument is a {kind}?",
     )
-    for kind, clause in [("int", ">= 0"), ("float", "> 0"), ("str", '"a" or "b"')]
+    for kind, clause in [("bool", ">= 0"), ("str", '"a" or "b"')]
 }
 COPY = "f(Tensor x) -> Tensor y\nx  [N]; float64.\ny  [N]; like x."
 
@@ -86,6 +86,7 @@ RIGHT = {
 # Contracts that are wrong, and what their errors say: {line of the tensor x: message}.
 WRONG_TENSORS = {
     "[N]; float64. N >= 2.": "text that reads like a clause in `N >= 2`",
+    "[N]; float64. in units of 10000 Å or so.": "got `in units of 10000 Å`",
     "[N]; float64. constant.": "text begins with a capital letter, got `constant.`",
     "[N, 2.5]; float64.": "expected an integer in `[N, 2.5]`",
     "[N]; float64; not float16.": "got `not` in `not float16`",
@@ -175,8 +176,9 @@ WRONG_NUMBERS = {
     "int k: >= 0. 0 to 5.": "text begins with a capital letter, got `0 to 5.`",
     'str s: "a" or "b". "c".': "text begins with a capital letter",
     'str] s: "a" or "b".': "expected ident but found",
-    "int? k: >= 0.": "kernels take no int? `k`; write a default that means none, as in `int k=-1`",
-    "str? k: Text.": 'as in `str k="none"`',
+    "int? k: > 0.5.": "expected integers, got 0.5",
+    "bool? k: Text.": "write a default that means none, such as False",
+    "str? k: Text.": "kernels take no str? `k`; write a default that means none",
     "int k: <= N.": "| n <= N, in the line of a tensor",
     "bool k: 0 to 1.": "in f the argument is a bool, which has text only",
     "float k: float32.": "which has clauses of the kind bounds only",
@@ -350,6 +352,7 @@ WRONG_KERNELS = {
     "a double for an int": (kernel("with_double", contract(n="int k", k=">= 0.")), "parameter 2: expected int64_t for `k`, got double"),
     "an int64_t for a float": (kernel("with_int", contract(n="float k", k=">= 0.")), "expected double for `k`, got int64_t"),
     "a bool for a str": (kernel("with_bool", contract(n="str k", k='"a" or "b".')), "expected enum class for `k`, got bool"),
+    "an int64_t for an int?": (kernel("with_int", contract(n="int? k", k=">= 0.")), "expected const int64_t* for `k`, got int64_t"),
     "an int64_t for a SymInt[]": (kernel("with_int", contract(n="SymInt[] k", k="Text.")), "expected List<int64_t> for `k`"),
     "a View for an int": (kernel("with_view", contract(n="int k", k=">= 0.")), "expected int64_t for `k`, got View<const float64, 1>"),
     "an enumeration without strings": (kernel("with_choice", contract(n="str k", k="Text.")), "`k`: expected the allowed strings"),

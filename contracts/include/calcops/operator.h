@@ -150,7 +150,19 @@ enum class Type : int8_t {
 
 // A parameter of a kernel.
 struct Parameter {
-  enum Kind : int8_t { kTensor, kInt, kFloat, kBool, kChoice, kInts, kFloats, kWorkspace, kStream };
+  enum Kind : int8_t {
+    kTensor,
+    kInt,
+    kFloat,
+    kBool,
+    kChoice,
+    kInts,
+    kFloats,
+    kOptionalInt,
+    kOptionalFloat,
+    kWorkspace,
+    kStream
+  };
   Kind kind;
   Type type = Type::kNone;
   int8_t rank = 0;
@@ -160,7 +172,7 @@ struct Parameter {
 
 // The value of a parameter.
 struct Slot {
-  void* data;
+  void* data;  // of a number, not nullptr if it is given
   const int64_t *shape, *stride;
   int64_t integer;  // also a bool, a choice's number or the size of a list
   double real;
@@ -235,6 +247,8 @@ template <> inline constexpr Parameter::Kind kKindOf<double> = Parameter::kFloat
 template <> inline constexpr Parameter::Kind kKindOf<bool> = Parameter::kBool;
 template <> inline constexpr Parameter::Kind kKindOf<List<int64_t>> = Parameter::kInts;
 template <> inline constexpr Parameter::Kind kKindOf<List<double>> = Parameter::kFloats;
+template <> inline constexpr Parameter::Kind kKindOf<const int64_t*> = Parameter::kOptionalInt;
+template <> inline constexpr Parameter::Kind kKindOf<const double*> = Parameter::kOptionalFloat;
 template <> inline constexpr Parameter::Kind kKindOf<Workspace&> = Parameter::kWorkspace;
 template <> inline constexpr Parameter::Kind kKindOf<CUstream_st*> = Parameter::kStream;
 // clang-format on
@@ -244,8 +258,9 @@ template <class P>
 struct Pass {
   static constexpr Parameter parameter{kKindOf<P>};
   static_assert(__is_enum(P) || kKindOf<P> != Parameter::kChoice,
-                "a kernel takes View, Strided, int64_t, double, bool, an enumeration, List, "
-                "Workspace& and cudaStream_t, but no int, size_t, float, pointer or const View&");
+                "a kernel takes View, Strided, int64_t, double, const pointers to these, bool, "
+                "an enumeration, List, Workspace& and cudaStream_t, but no int, size_t, float or "
+                "const View&");
   static P from(const Slot& slot) {
     if constexpr (kKindOf<P> == Parameter::kFloat)
       return slot.real;
@@ -253,6 +268,10 @@ struct Pass {
       return static_cast<P>(slot.data);
     else if constexpr (kKindOf<P> == Parameter::kWorkspace)
       return *static_cast<Workspace*>(slot.data);
+    else if constexpr (kKindOf<P> == Parameter::kOptionalInt)
+      return slot.data ? &slot.integer : nullptr;
+    else if constexpr (kKindOf<P> == Parameter::kOptionalFloat)
+      return slot.data ? &slot.real : nullptr;
     else if constexpr (kKindOf<P> == Parameter::kInts || kKindOf<P> == Parameter::kFloats)
       return {static_cast<decltype(P::data)>(slot.data), slot.integer};
     else
