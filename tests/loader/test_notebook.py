@@ -308,6 +308,40 @@ def test_a_cell_with_pytorchs_macros_comes_from_the_cache_in_another_notebook(ke
         assert (warm.error, warm.err, warm.displayed) == ("", "", [])
 
 
+def cell_with_header(name: str) -> str:
+    """Return a cell whose operator multiplies by FACTOR from a header in the notebook's folder."""
+    first, _, text = cell_of(name, name).partition("\n")
+    return f'{first}\n#include "factor.h"\n{text.replace("2 * x(i)", "FACTOR * x(i)")}'
+
+
+def test_a_header_is_found_in_a_folder_of_any_name(kernel, folder):
+    for i, name in enumerate(["a b", "(1)", "it's", "ü", "$x", 'a"b', "a,b;c", "-Ix y"]):
+        (folder / name).mkdir()
+        (folder / name / "factor.h").write_text(f"#define FACTOR {i}")
+        kernel.run(f"import os\nos.chdir({str(folder / name)!r})")
+        assert kernel.run(cell_with_header(f"any{i}")).error == "", name
+        assert kernel.run(f"print(any{i}(one).item())").out == f"{i}.0\n"
+    kernel.run("os.chdir('..')")
+
+
+def test_a_change_of_the_folder_compiles_a_cell_again_only_if_its_headers_differ(kernel, folder):
+    for name, factor in ("first", 3), ("same", 3), ("other", 4), ("none", None):
+        (folder / name).mkdir()
+        if factor:
+            (folder / name / "factor.h").write_text(f"#define FACTOR {factor}")
+    cell = cell_with_header("moving")
+    kernel.run("%cd first")
+    assert "built moving" in kernel.run(cell).displayed[0]["text/plain"]
+    kernel.run("%cd ../same")
+    assert kernel.run(cell).displayed == []
+    kernel.run("%cd ../other")
+    assert "built moving" in kernel.run(cell).displayed[0]["text/plain"]
+    assert kernel.run("print(moving(one).item())").out == "4.0\n"
+    kernel.run("%cd ../none")
+    assert "factor.h" in kernel.run(cell).error
+    kernel.run("%cd ..")
+
+
 def test_a_header_beside_the_notebook_is_found_and_a_missing_one_names_cflags(kernel):
     def cell(name, *flags, header="beside.h"):
         first, _, text = CELL.partition("\n")
