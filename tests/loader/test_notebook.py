@@ -114,6 +114,15 @@ def test_the_help_of_the_magic_shows_its_options(kernel):
         assert words in payload["data"]["text/plain"]
 
 
+def test_the_help_of_an_operator_shows_its_arguments_and_nothing_of_its_class(kernel):
+    kernel.run("scaled?")
+    text = re.sub(r"\x1b\[\d+m", "", kernel.payload[0]["data"]["text/plain"])
+    assert "Signature:   scaled(x)\n" in text
+    assert "mine::scaled(Tensor x) -> Tensor y" in text
+    for word in "_P", "Call signature", "Class docstring", "generic":
+        assert word not in text
+
+
 def test_a_compile_error_names_the_line_of_the_editor_and_keeps_the_loaded_kernel(kernel, folder):
     wrong = CELL.replace("2 * x(i)", "2 * unknown(i)")
     (number,) = [i for i, line in enumerate(wrong.splitlines(), 1) if "unknown" in line]
