@@ -273,7 +273,7 @@ def test_the_fix_of_an_unwritable_cache_is_a_line_for_a_notebook_and_works(kerne
     [
         ("export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'", "fix: %env TORCH_CUDA_ARCH_LIST=8.0;9.0+PTX"),
         ("unset CXX", "fix: %env CXX="),
-        ("export LD_PRELOAD=/a.so", "and start Jupyter again"),
+        ("export LD_PRELOAD=/a.so", "and start Jupyter again from this shell"),
         ("export MAX_JOBS=1, or raise: ulimit -u", "or raise: ulimit -u"),
         ("python -m calcops_jit clean", "fix: python -m calcops_jit clean"),
     ],
