@@ -24,7 +24,7 @@ CELL = "%%operator mine" + CONTRACT.format(name="scaled", factor=2)
 class Kernel:
     """A running notebook."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **more_variables: str):
         self.folder = folder
         self.notebook = nbformat.v4.new_notebook()
         self.client = nbclient.NotebookClient(
@@ -37,7 +37,7 @@ class Kernel:
         variables = {"PYTHONPATH": str(HERE), "CALCOPS_BUILD": "0", "CXX": compiler()}
         variables |= {"CALCOPS_CACHE": str(folder / "cache")}
         variables |= {"TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
-        self.environment = clean_environment() | variables
+        self.environment = clean_environment() | variables | more_variables
 
     def __enter__(self):
         self.context = self.client.setup_kernel(env=self.environment, cwd=str(self.folder))
@@ -91,6 +91,13 @@ def test_a_cell_defines_its_operators_and_writes_nothing_beside_the_notebook(ker
     result = kernel.run("print(scaled is torch.ops.mine.scaled, scaled(one).item())")
     assert result.out == "True 2.0\n"
     assert [path.name for path in folder.iterdir()] == ["cache"]
+
+
+def test_the_import_registers_the_magic_also_after_a_failed_build(folder):
+    with Kernel(folder, CALCOPS_BUILD="1", CXX="nowhere") as failing:
+        assert "cannot build calcops" in failing.run("import calcops_jit").err
+        failing.run("%%operator?")
+        assert "Build the cell" in failing.payload[0]["data"]["text/plain"]
 
 
 def test_the_progress_of_a_cell_is_one_output_that_ends_as_one_line(kernel):
