@@ -49,7 +49,7 @@ def built(request: Request, reasons: list[str]) -> Generation:
     BuildError: it cannot be built or loaded.
     """
     try:
-        with cache.locked_slot(request) as slot:
+        with cache.locked_slot(request, lambda slot: progress(_folder(request, slot))) as slot:
             # Another process may have built it meanwhile.
             return cache.find(request, reasons) or _built_in(slot, request, reasons)
     except OSError as error:
@@ -64,9 +64,8 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
     if choice.gpus and not choice.build:
         reason = f"{choice.reason}: {choice.fix}"
         say(f"{choice.gpus[0]} is here, but {reason}; building for the CPU")
-    title = f"building {request.name}"
-    if reasons:
-        title += f" ({reasons[0].rpartition('/')[2]})"
+    occasion = reasons[0].rpartition("/")[2] if reasons else "first time only"
+    title = f"building {request.name} ({occasion})"
     log = f"{slot}/failed.log"
     folder = _folder(request, slot)
     with (

@@ -23,13 +23,15 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 from .inputs import Changed, Inputs, digest, digest_of_open
-from .messages import report, say
+from .messages import Progress, report
 from .request import Request
 
+_POLL_S = 0.1  # between two looks at a lock
 _KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
 # The exceptions of a generation that is stale, damaged or unreadable.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
@@ -158,11 +160,14 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 @contextlib.contextmanager
-def locked_slot(request: Request) -> Iterator[str]:
+def locked_slot(
+    request: Request, progress: Callable[[str], str] = lambda slot: ""
+) -> Iterator[str]:
     """Make a request's slot, wait until this process alone has its lock, and yield its path.
 
-    The kernel releases the lock when this process ends in any way. OSError: the cache cannot be
-    written, or its file system has no locks.
+    Meanwhile it shows `progress(slot)`, the state of another process's build. The kernel releases
+    the lock when this process ends in any way. OSError: the cache cannot be written, or its file
+    system has no locks.
     """
     slot = f"{folder()}/{request.slot}"
     if set("$:\n").intersection(slot):
@@ -172,15 +177,25 @@ def locked_slot(request: Request) -> Iterator[str]:
         remove(f"{slot}/lock")
     lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:  # Ctrl-C may raise as soon as flock returns
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process, which builds {request.name}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _locked(lock):
+            title = f"waiting for another process, which builds {request.name}"
+            with Progress(title, lambda: progress(slot)) as shown:
+                while not _locked(lock):
+                    time.sleep(_POLL_S)
+                    shown.update()
         yield slot
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
         os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    """Lock an open file. Return False if another process has locked it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def publish(

@@ -187,13 +187,16 @@ def _write_if_other(path: str, text: bytes) -> None:
 
 def _cflags(request: Request) -> list[str]:
     """Return the flags for C++, of which four are only for GCC."""
+    cflags = [*request.cflags]
+    if request.beside:
+        cflags.append(quoted(f"-iquote{request.beside}"))
     if not _is_gcc(version(request)):
-        return [flag for flag in request.cflags if flag != "-fno-gnu-unique"]
+        return [flag for flag in cflags if flag != "-fno-gnu-unique"]
     # GCC's garbage collector is slow on PyTorch's headers. It runs only if the heap exceeds 1 GiB.
     # GCC names a header of -isystem by its real path if that is shorter. But a link may change.
     for_gcc = ["--param=ggc-min-heapsize=1048576", "-fno-canonical-system-headers"]
     for_gcc.append(f"-include {quoted(SHADOW)}/no_precompiled.h")
-    return [*for_gcc, *request.cflags]
+    return [*for_gcc, *cflags]
 
 
 def _cuda_cflags(request: Request) -> list[str]:
@@ -204,6 +207,8 @@ def _cuda_cflags(request: Request) -> list[str]:
     host = f"{words[0]}/gcc" if os.path.isdir(words[0]) else words[0]
     if not _is_gcc(version(request, [host])):
         flags = flags.replace(",-fno-gnu-unique", "")
+    if request.beside:  # nvcc knows no -iquote
+        flags += " " + quoted(f"-I{request.beside}")
     return [flags]
 
 

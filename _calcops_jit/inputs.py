@@ -188,7 +188,8 @@ def _is_younger(path: str, start_ns: int) -> bool:
 
 def has_version(path: str, request) -> bool:
     """Return True if a file comes with PyTorch, Python, CUDA, the compiler or the system."""
-    if request.fold(path) != path:
+    # A notebook's folder may contain an environment with PyTorch.
+    if not request.fold(path).startswith(("/", "@beside")):
         return False
     path = os.path.normpath(path)  # clang: /usr/bin/../include/c++
     home = request.cuda.home
@@ -248,7 +249,8 @@ def _searched(request) -> list[str]:
     """Return the folders without version in which the compilers may look for headers."""
     # The loader's own folders come first, so nothing can hide their headers.
     user = [p for p in request.include_paths if request.fold(p).startswith(("/", "@root"))]
-    folders = [*user, *paths_in_flags(request, with_linker=False), _DEFAULT[0]]
+    flags = paths_in_flags(request, with_linker=False)
+    folders = [*user, request.beside, *flags, _DEFAULT[0]]
     return _without_version(folders, ("CPATH", "CPLUS_INCLUDE_PATH"), request)
 
 

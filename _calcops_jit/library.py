@@ -435,10 +435,24 @@ def _handles(described: dict[str, str]) -> dict[str, torch._ops.OpOverloadPacket
         short = name.rpartition("::")[2]
         if not short.startswith("_") and short not in packets:
             packets[short] = _packet(name)
-            packets[short].__doc__ = text
-            with contextlib.suppress(ValueError):  # a name such as `lambda` is a Python keyword
-                packets[short].__signature__ = _signature(packets[short])
+            _document(packets[short], text)
     return packets
+
+
+def _document(handle: torch._ops.OpOverloadPacket, text: str) -> None:
+    """Let help() and IPython's `?` show an operator, and not PyTorch's class of all operators."""
+
+    def call(*arguments, **options):
+        return handle(*arguments, **options)
+
+    handle.__doc__ = text
+    with contextlib.suppress(ValueError):  # a name such as `lambda` is a Python keyword
+        handle.__signature__ = call.__signature__ = _signature(handle)
+    handle.__call__ = call  # for IPython, which shows the signature of __call__ if it differs
+
+
+# IPython would show the text of typing.Generic, from which the class inherits.
+torch._ops.OpOverloadPacket.__doc__ = ""
 
 
 def _signature(handle: torch._ops.OpOverloadPacket) -> inspect.Signature | None:

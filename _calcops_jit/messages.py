@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 _MAX_LINES = 12
-_REDRAW_S = 0.2
+_REDRAW_S = 0.5
 _LOG_S = 10.0
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
 # first pattern that matches the output counts. {0} is the first group that is not empty.
@@ -316,6 +316,7 @@ class Progress:
             self._cell = display({"text/plain": ""}, raw=True, display_id=True)
         self._start = time.monotonic()
         self._next = 0.0  # when the state is shown next, in seconds since the start
+        self._shown = ""
 
     def __enter__(self) -> Progress:
         self.update()
@@ -333,7 +334,10 @@ class Progress:
         seconds = self.seconds()
         if seconds >= self._next:
             self._next = seconds + (_REDRAW_S if self._terminal or self._cell else _LOG_S)
-            self._show(f"{self._title} {self._state()} {seconds:.0f} s")
+            text = f"{self._title} {self._state()} {seconds:.0f} s"
+            if text != self._shown:
+                self._shown = text
+                self._show(text)
 
     def _show(self, text: str, end: str = "") -> None:
         if self._cell:

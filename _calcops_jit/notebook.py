@@ -74,13 +74,12 @@ def operator(line: str, cell: str) -> None:
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"
     text = f"\n{cell}"  # the empty line stands for %%operator
     write_whole(source, text.encode())
-    # Headers beside the notebook are found. (nvcc knows no -iquote.)
-    beside = shlex.quote(f"-I{os.getcwd()}" if options.cuda else f"-iquote{os.getcwd()}")
     settings = {
-        "extra_cuda_cflags" if options.cuda else "extra_cflags": f"{beside} {options.cflags}",
+        "extra_cuda_cflags" if options.cuda else "extra_cflags": options.cflags,
         "extra_ldflags": options.ldflags,
         "check": options.check,
         "verbose": options.verbose,
+        "beside": os.getcwd(),
     }
     try:
         with ShortErrors():

@@ -131,6 +131,7 @@ class Request(SimpleNamespace):
     cuda_cflags: tuple[str, ...] = CUDA_BASE
     ldflags: tuple[str, ...] = ()
     include_paths: tuple[str, ...] = HEADERS
+    beside: str = ""  # the folder of a notebook, whose headers its cells may include
     cuda: cuda.Choice = cuda.Choice()
     asked: dict | None = None  # the arguments of request_for(); None for own libraries
     verbose: bool = False
@@ -147,6 +148,8 @@ class Request(SimpleNamespace):
     def _roots(self) -> list[tuple[str, str]]:
         """Return (token, folder) pairs, with the inner one of two nested folders first."""
         pairs = [("@loader", LOADER), ("@contracts", CONTRACTS), ("@root", self.root)]
+        if self.beside:
+            pairs.append(("@beside", self.beside))
         return sorted(pairs, key=lambda pair: -len(pair[1]))
 
     def fold(self, path: str) -> str:
@@ -327,8 +330,12 @@ def request_for(
     with_cuda=None,
     check=False,
     torch_options=(),
+    beside="",
 ) -> Request:
-    """Return the Request for a user's sources, from the options of calcops_jit.load."""
+    """Return the Request for a user's sources, from the options of calcops_jit.load.
+
+    `beside` is the folder of a notebook for a cell.
+    """
     for option, value in dict(torch_options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
@@ -365,6 +372,7 @@ def request_for(
         "extra_include_paths": folders,
         "with_cuda": with_cuda,
         "check": bool(check),
+        "beside": beside,
     }
     # A source that is a link is not resolved, because compilers search headers beside the link.
     real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
@@ -379,6 +387,7 @@ def request_for(
         cuda_cflags=(*CUDA_BASE, *defines, *asked["extra_cuda_cflags"]),
         ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
         include_paths=(*HEADERS, *map(os.path.realpath, folders)),
+        beside=beside,
         cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
         asked=asked,
         verbose=verbose,

@@ -70,7 +70,7 @@ def watch(seconds: float=0.3) -> Callable[[], None]:
     """
 
 def load_ipython_extension(shell) -> None:
-    """Register the cell magic %%operator, for %load_ext calcops_jit."""
+    """Register the cell magic %%operator. The import does so in IPython, and so does %load_ext."""
 
 def library_path() -> str:
     """Return the path of the operators' shared library.

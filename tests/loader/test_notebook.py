@@ -24,7 +24,7 @@ CELL = "%%operator mine" + CONTRACT.format(name="scaled", factor=2)
 class Kernel:
     """A running notebook."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **more_variables: str):
         self.folder = folder
         self.notebook = nbformat.v4.new_notebook()
         self.client = nbclient.NotebookClient(
@@ -37,7 +37,7 @@ class Kernel:
         variables = {"PYTHONPATH": str(HERE), "CALCOPS_BUILD": "0", "CXX": compiler()}
         variables |= {"CALCOPS_CACHE": str(folder / "cache")}
         variables |= {"TEST_LOG": os.devnull, "TEST_SLOW": "", "TEST_HOOK": ""}
-        self.environment = clean_environment() | variables
+        self.environment = clean_environment() | variables | more_variables
 
     def __enter__(self):
         self.context = self.client.setup_kernel(env=self.environment, cwd=str(self.folder))
@@ -93,6 +93,13 @@ def test_a_cell_defines_its_operators_and_writes_nothing_beside_the_notebook(ker
     assert [path.name for path in folder.iterdir()] == ["cache"]
 
 
+def test_the_import_registers_the_magic_also_after_a_failed_build(folder):
+    with Kernel(folder, CALCOPS_BUILD="1", CXX="nowhere") as failing:
+        assert "cannot build calcops" in failing.run("import calcops_jit").err
+        failing.run("%%operator?")
+        assert "Build the cell" in failing.payload[0]["data"]["text/plain"]
+
+
 def test_the_progress_of_a_cell_is_one_output_that_ends_as_one_line(kernel):
     assert len(kernel.cell.displayed) == 1
     assert kernel.cell.err == ""
@@ -113,6 +120,15 @@ def test_the_help_of_the_magic_shows_its_options(kernel):
         "Build the cell",
     ):
         assert words in payload["data"]["text/plain"]
+
+
+def test_the_help_of_an_operator_shows_its_arguments_and_nothing_of_its_class(kernel):
+    kernel.run("scaled?")
+    text = re.sub(r"\x1b\[\d+m", "", kernel.payload[0]["data"]["text/plain"])
+    assert "Signature:   scaled(x)\n" in text
+    assert "mine::scaled(Tensor x) -> Tensor y" in text
+    for word in "_P", "Call signature", "Class docstring", "generic":
+        assert word not in text
 
 
 def test_a_compile_error_names_the_line_of_the_editor_and_keeps_the_loaded_kernel(kernel, folder):
@@ -265,7 +281,7 @@ def test_the_fix_of_an_unwritable_cache_is_a_line_for_a_notebook_and_works(kerne
     [
         ("export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'", "fix: %env TORCH_CUDA_ARCH_LIST=8.0;9.0+PTX"),
         ("unset CXX", "fix: %env CXX="),
-        ("export LD_PRELOAD=/a.so", "and start Jupyter again"),
+        ("export LD_PRELOAD=/a.so", "and start Jupyter again from this shell"),
         ("export MAX_JOBS=1, or raise: ulimit -u", "or raise: ulimit -u"),
         ("python -m calcops_jit clean", "fix: python -m calcops_jit clean"),
     ],
@@ -316,6 +332,40 @@ def test_a_cell_with_pytorchs_macros_comes_from_the_cache_in_another_notebook(ke
         other.run("import torch, calcops_jit")
         warm = other.run(cell)
         assert (warm.error, warm.err, warm.displayed) == ("", "", [])
+
+
+def cell_with_header(name: str) -> str:
+    """Return a cell whose operator multiplies by FACTOR from a header in the notebook's folder."""
+    first, _, text = cell_of(name, name).partition("\n")
+    return f'{first}\n#include "factor.h"\n{text.replace("2 * x(i)", "FACTOR * x(i)")}'
+
+
+def test_a_header_is_found_in_a_folder_of_any_name(kernel, folder):
+    for i, name in enumerate(["a b", "(1)", "it's", "ü", "$x", 'a"b', "a,b;c", "-Ix y"]):
+        (folder / name).mkdir()
+        (folder / name / "factor.h").write_text(f"#define FACTOR {i}")
+        kernel.run(f"import os\nos.chdir({str(folder / name)!r})")
+        assert kernel.run(cell_with_header(f"any{i}")).error == "", name
+        assert kernel.run(f"print(any{i}(one).item())").out == f"{i}.0\n"
+    kernel.run("os.chdir('..')")
+
+
+def test_a_change_of_the_folder_compiles_a_cell_again_only_if_its_headers_differ(kernel, folder):
+    for name, factor in ("first", 3), ("same", 3), ("other", 4), ("none", None):
+        (folder / name).mkdir()
+        if factor:
+            (folder / name / "factor.h").write_text(f"#define FACTOR {factor}")
+    cell = cell_with_header("moving")
+    kernel.run("%cd first")
+    assert "built moving" in kernel.run(cell).displayed[0]["text/plain"]
+    kernel.run("%cd ../same")
+    assert kernel.run(cell).displayed == []
+    kernel.run("%cd ../other")
+    assert "built moving" in kernel.run(cell).displayed[0]["text/plain"]
+    assert kernel.run("print(moving(one).item())").out == "4.0\n"
+    kernel.run("%cd ../none")
+    assert "factor.h" in kernel.run(cell).error
+    kernel.run("%cd ..")
 
 
 def test_a_header_beside_the_notebook_is_found_and_a_missing_one_names_cflags(kernel):

@@ -125,12 +125,13 @@ def test_the_runtime_is_built_while_the_sources_are_compiled_with_a_lock(tmp_pat
     assert marker.exists()
 
 
-def test_a_waiter_says_so_at_little_cost_and_builds_when_the_builder_is_killed(checkout):
+def test_a_waiter_shows_the_progress_at_little_cost_and_builds_when_the_builder_is_killed(checkout):
     checkout.slow.touch()
     builder = checkout.start()
     wait_for(checkout.is_compiling)
     waiter = checkout.start()
-    wait_for(lambda: "waiting" in waiter.err)
+    wait_for(lambda: "waiting for another process, which builds calcops [0/" in waiter.err)
+    assert "] tiny" in waiter.err
     spent = seconds_spent(waiter.pid)
     builder.kill()
     wait_for(lambda: "building calcops" in waiter.err)
@@ -541,11 +542,11 @@ with open("mine.cpp", "a") as source:
 lock = open(glob.glob(os.environ["CALCOPS_CACHE"] + "/mine-*/lock")[0], "r+")
 fcntl.flock(lock, fcntl.LOCK_EX)
 is_waiting = threading.Event()
-from _calcops_jit import cache
-cache.say = lambda text: is_waiting.set()
+from _calcops_jit import messages
+messages.say = lambda text: is_waiting.set()
 thread = threading.Thread(target=load)
 thread.start()
-is_waiting.wait()
+is_waiting.wait(20)
 os.environ["CPATH"] = os.path.abspath("two")
 lock.close()
 thread.join()

@@ -2,6 +2,7 @@
 the one of a cell."""
 
 import ast
+import itertools
 import re
 
 from checkout import CALL, CONTRACT, Checkout, wait_for
@@ -35,6 +36,9 @@ def test_a_build_on_a_terminal_redraws_one_line_that_names_each_unit_with_its_nu
     *states, last = [state for state in lines.split("\r") if state.strip()]
     assert re.fullmatch(r"calcops_jit: built calcops in [\d.]+ s\s*", last)
     assert max(map(len, states)) <= 100
+    assert "building calcops (first time only) " in states[0]
+    for state, following in itertools.pairwise(states):
+        assert state != following
     for words in ("building calcops", "a_unit_with_a_name", "tiny", "zwei"):
         assert any(words in state for state in states), states
     counts = [re.search(r"\[(\d+)/(\d+)\]", state) for state in states]
