@@ -548,10 +548,8 @@ class Reader {
     for (next_ = clause_ = 0; next_ + 3 < tokens_.size(); ++next_) {
       if ((next_ == clause_ && begins_clause()) || is_comparison() || is_range())
         fail("text that reads like a clause",
-             "\n  Clauses end at the first full stop. Text has no <, > or ==, and no range such as "
-             "1 "
-             "to 5.\n  No sentence of it begins like a clause, for example with `entries` or "
-             "`like`.");
+             "\n  Clauses end at the first full stop. Text has no <, > or ==, and no `1 to 5`."
+             "\n  No sentence of it begins like a clause, for example with `entries` or `like`.");
       if (peek().kind == Token::kEnd || is_next(";")) clause_ = next_ + 1;
     }
     tokens_.clear();
