@@ -56,7 +56,8 @@ def _build(options: argparse.Namespace) -> None:
     if wanted.asked is not None:
         wanted = request.request_for(**wanted.asked | {"check": options.check})
     elif options.check:
-        raise ValueError("calcops_jit build --check: expected the name of a library of load")
+        what = "expected the name of a library of load; kernels under ops/ use plain pointers"
+        raise ValueError(f"calcops_jit build --check: {what}")
     # A wheel's library is for several processors. The user wants one for exactly this processor.
     found = cache.find(wanted) or build.built(wanted, [])
     print(found.path)
