@@ -297,15 +297,15 @@ class Registration:
         if "Custom class with name" in lines[0]:
             what = f"cannot register {self.name}: a TorchBind class cannot be exchanged"
             raise report(what, [lines[0].partition(" Ensure")[0]], "restart Python")
-        what = f"cannot register {self.name}, nothing was exchanged"
-        fix = "correct the registration, or restart Python"
         if function == "steps":  # a restart would not help
-            fix = "correct the registration"
-            if ": contract, " in lines[0]:
-                fix = "correct the contract"
-            elif ", which no contract names" in lines[0]:
+            is_of_contract = re.search(": contract: |, which no contract names", lines[0])
+            part = "contract" if is_of_contract else "registration"
+            fix = f"correct the {part}"
+            if ", which no contract names" in lines[0]:
                 fix = "correct the kernel's name, or the contract"
-        raise report(what, lines, fix)
+            raise report(f"cannot register {self.name}: its {part} is refused", lines, fix)
+        what = f"cannot register {self.name}, nothing was exchanged"
+        raise report(what, lines, "correct the registration, or restart Python")
 
 
 def _retire(impl: str, registrations: list[Registration]) -> None:

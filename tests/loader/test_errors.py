@@ -215,7 +215,10 @@ LED_TO = {
         "",
         "#include <calcops/operator.h>\nvoid f(float, calcops::View<double, 1>) {}\n"
         'const calcops::Kernel cpu("f", f);\n',
-        ['mine.cpp:3:{any}: const calcops::Kernel cpu("f", f);', "but no int, size_t, float, poin"],
+        [
+            'mine.cpp:3:{any}: const calcops::Kernel cpu("f", f);',
+            "but no int, size_t, float or const View&",
+        ],
         "correct {dir}/mine.cpp:3",
     ),
     "a result of type int": (
