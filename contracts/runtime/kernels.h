@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <cstdio>
 #include <cstring>
 #include <list>
 
@@ -93,7 +94,6 @@ void check_entries(const Checked& call) {
 // The slots of one call (one for each parameter of its kernel), and the memory to which they point.
 struct Storage {
   std::array<Slot, kMost + 1> slots{};
-  WrongIndex wrong{};
   std::list<Tensor> owned;
   std::array<std::array<int64_t, contract::kMostDimensions>, kMost> shape, stride;
   std::list<std::vector<int64_t>> integers;
@@ -237,32 +237,61 @@ void fill_slots(const Checked& call, const BoundKernel& kernel, const Results& r
   }
 }
 
-// Raise the error for an index of a kernel that is out of bounds.
-[[noreturn]] void refuse_index(const Checked& call, const BoundKernel& kernel,
-                               const Storage& storage) {
-  const WrongIndex& wrong = storage.wrong;
-  const Operator& owner = call.op.kernel_owner();
-  std::vector<int> lines;  // of the kernel's parameters
-  for (const int i : owner.lines)
-    if (i >= 0) lines.push_back(i);
-  const bool is_result = wrong.parameter >= int(lines.size());
-  lines.insert(lines.end(), owner.result_lines.begin(), owner.result_lines.end());
-  const std::string& name = call.text.lines[lines[wrong.parameter]].name;
-  const auto rank = size_t(kernel.parameters[wrong.parameter].rank);
-  const Slot& slot = storage.slots[wrong.parameter];
-  const std::string index =
-      c10::Join(", ", c10::IntArrayRef(wrong.index, wrong.is_data ? 1 : rank));
-  TORCH_CHECK(false, call.op.name, ": expected the kernel to ",
-              slot.data ? "stay within the " : "test the absent ",
-              is_result ? "result `" : "argument `", name,
-              slot.data ? c10::str("` of shape ", c10::IntArrayRef(slot.shape, rank)) : "`",
-              ", got ", name, wrong.is_data ? ".data[" : "(", index, wrong.is_data ? "]" : ")");
+// A call whose kernel's indices are checked.
+struct Watched : WrongIndex {
+  const Checked& call;
+  const Storage& storage;
+
+  Watched(const Checked& call, const Storage& storage) : call(call), storage(storage) {
+    print = [](const WrongIndex& wrong) {
+      std::fprintf(stderr, "%s\n", static_cast<const Watched&>(wrong).text().c_str());
+    };
+  }
+
+  // Return the error for the index.
+  std::string text() const {
+    const Operator& owner = call.op.kernel_owner();
+    std::vector<int> lines;  // of the kernel's parameters
+    for (const int i : owner.lines)
+      if (i >= 0) lines.push_back(i);
+    const bool is_result = parameter >= int(lines.size());
+    lines.insert(lines.end(), owner.result_lines.begin(), owner.result_lines.end());
+    const std::string& name = call.text.lines[lines[parameter]].name;
+    const auto got = c10::Join(", ", c10::IntArrayRef(index, rank));
+    const bool is_absent = !storage.slots[parameter].data;
+    const std::string bounds = is_data ? c10::str(" of ", shape[0], " numbers")
+                                       : c10::str(" of shape ", c10::IntArrayRef(shape, rank));
+    return c10::str(call.op.name, ": expected the kernel to ",
+                    is_absent ? "test the absent " : "stay within the ",
+                    is_result ? "result `" : "argument `", name, '`', is_absent ? "" : bounds,
+                    ", got ", name, is_data ? ".data[" : "(", got, is_data ? "]" : ")");
+  }
+};
+
+// Let each element that a kernel does not write show: a NaN, or a large negative integer.
+void spoil_results(const BoundKernel& kernel, const Storage& storage) {
+  for (int p = 0; p < kernel.count; ++p) {
+    const Parameter& parameter = kernel.parameters[p];
+    const Slot& slot = storage.slots[p];
+    if (!parameter.is_written || !slot.data) continue;
+    const auto type = scalar_type(parameter.type);
+    const int64_t count = c10::multiply_integers(slot.shape, slot.shape + parameter.rank);
+    const int byte = c10::isFloatingType(type) ? 0xff : type == at::kBool ? 1 : 0x80;
+    std::memset(slot.data, byte, size_t(count) * c10::elementSize(type));
+  }
 }
 
 void run_slots(const Checked& call, const BoundKernel& kernel, Storage& storage) {
-  storage.slots[kernel.count].data = &storage.wrong;
-  const Outcome outcome = kernel.run(kernel.function, storage.slots.data());
-  if (storage.wrong.is_set) refuse_index(call, kernel, storage);
+  Watched watched(call, storage);
+  storage.slots[kernel.count].data = static_cast<WrongIndex*>(&watched);
+  if (kernel.checks_indices && !kernel.is_cuda) spoil_results(kernel, storage);
+  Outcome outcome;
+  try {
+    outcome = kernel.run(kernel.function, storage.slots.data());
+  } catch (...) {  // perhaps because of the number that a wrong index has read
+    if (!watched.is_set) throw;
+  }
+  TORCH_CHECK(!watched.is_set, watched.text());
   TORCH_CHECK(!outcome.error, call.op.name, ": CUDA error: ", outcome.error);
   if (outcome.wrong >= 0) refuse_position(call, outcome.wrong);
 }

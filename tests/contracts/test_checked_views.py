@@ -43,6 +43,9 @@ strided_element(Tensor x, int i) -> Tensor value
 weighted(Tensor x, Tensor? weights=None) -> Tensor value
 beyond(Tensor x, int more) -> Tensor y
 _backward(Tensor x, Tensor grad, bool[2] output_mask=[True, True]) -> (Tensor x, Tensor grad)
+thrown(Tensor x) -> Tensor value
+of_a_view(Tensor x, int i, int j) -> Tensor value
+unwritten(Tensor x) -> (Tensor y, Tensor count)
 x        [N, M]; float64.
 weights  [N]; like x.
 grad     [N, M]; like x.
@@ -51,6 +54,7 @@ j        A number.
 more     A number.
 value    []; like x.
 y        [N, M]; like x.
+count    [N]; int64.
 )");
 using Matrix = calcops::View<const double, 2>;
 using Number = calcops::View<double, 0>;
@@ -73,7 +77,18 @@ void backward(Matrix, Matrix, calcops::View<double, 2> x, calcops::View<double, 
   x(0, 0) = 1;
   grad(0, 0) = 1;
 }
+void thrown(Matrix x, Number value) {
+  value() = x(9, 9);
+  if (value() == 0) throw std::runtime_error("divided by 0");
+}
+void of_a_view(Matrix x, int64_t i, int64_t j, Number value) {
+  const calcops::View<const double, 2> narrow{x.data, {3, 2}};
+  value() = narrow(i, j);
+}
+void unwritten(Matrix, calcops::View<double, 2>, calcops::View<int64_t, 1>) {}
 const calcops::Kernel kernels[] = {
+    calcops::Kernel("thrown", thrown), calcops::Kernel("of_a_view", of_a_view),
+    calcops::Kernel("unwritten", unwritten),
     calcops::Kernel("element", element), calcops::Kernel("strided", strided),
     calcops::Kernel("strided_element", strided_element), calcops::Kernel("weighted", weighted),
     calcops::Kernel("beyond", beyond), calcops::Kernel("_backward", backward)};
@@ -90,7 +105,8 @@ def _of_rank(rank: int) -> str:
 def load(tmp_path_factory):
     """Return a function that loads the operators of this file, with or without checks."""
     source = tmp_path_factory.mktemp("checked") / "checked.cpp"
-    source.write_text("#include <calcops/operator.h>\n" + "".join(map(_of_rank, RANKS)) + OTHERS)
+    headers = "#include <calcops/operator.h>\n#include <stdexcept>\n"
+    source.write_text(headers + "".join(map(_of_rank, RANKS)) + OTHERS)
 
     def load(check: bool) -> calcops_jit.Library:
         return calcops_jit.load("checked", source, "-fopenmp", None, "-fopenmp", check=check)
@@ -143,7 +159,7 @@ def test_an_empty_tensor_has_no_index(checked):
         "got x(0, 0)"
     ):
         checked.read2(x, [0, 0])
-    with pytest.raises(RuntimeError, match=r"of shape \[3, 0\], got x\.data\[0\]$"):
+    with pytest.raises(RuntimeError, match=r"of 0 numbers, got x\.data\[0\]$"):
         checked.element(x, 0)
 
 
@@ -151,8 +167,35 @@ def test_an_empty_tensor_has_no_index(checked):
 def test_an_index_of_data_is_compared_with_the_number_of_elements(checked, i):
     x = torch.arange(6, dtype=torch.float64).view(2, 3)
     assert [checked.element(x, k) for k in range(6)] == list(range(6))
-    with pytest.raises(RuntimeError, match=rf"of shape \[2, 3\], got x\.data\[{i}\]$"):
+    with pytest.raises(RuntimeError, match=rf"of 6 numbers, got x\.data\[{i}\]$"):
         checked.element(x, i)
+
+
+def test_the_exception_of_a_kernel_that_read_out_of_bounds_is_that_of_the_index(checked):
+    with pytest.raises(RuntimeError, match=r"of shape \[2, 3\], got x\(9, 9\)$"):
+        checked.thrown(torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_a_view_that_a_kernel_makes_of_data_has_its_own_shape(checked):
+    x = torch.arange(6, dtype=torch.float64).view(2, 3)
+    assert checked.of_a_view(x, 2, 1) == 5
+    with pytest.raises(RuntimeError, match=r"of shape \[3, 2\], got x\(0, 2\)$"):
+        checked.of_a_view(x, 0, 2)
+
+
+def test_a_result_that_is_not_written_shows(checked):
+    y, count = checked.unwritten(torch.ones(2, 3, dtype=torch.float64))
+    assert y.isnan().all()
+    assert (count < -(2**60)).all()
+
+
+def test_a_wrong_index_is_printed_before_the_kernel_ends(checked, capfd):
+    with pytest.raises(RuntimeError):
+        checked.element(torch.ones(1, 1, dtype=torch.float64), 7)
+    assert capfd.readouterr().err == (
+        "checked::element: expected the kernel to stay within the argument `x` of 1 numbers, "
+        "got x.data[7]\n"
+    )
 
 
 def test_indices_of_a_strided_tensor_are_checked(checked):
@@ -161,7 +204,7 @@ def test_indices_of_a_strided_tensor_are_checked(checked):
     assert checked.strided_element(x, 10) == 10
     with pytest.raises(RuntimeError, match=r"of shape \[2, 3\], got x\(2, 0\)$"):
         checked.strided(x, 2, 0)
-    with pytest.raises(RuntimeError, match=r"of shape \[2, 3\], got x\.data\[11\]$"):
+    with pytest.raises(RuntimeError, match=r"of 11 numbers, got x\.data\[11\]$"):
         checked.strided_element(x, 11)
 
 

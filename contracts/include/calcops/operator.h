@@ -34,12 +34,14 @@ struct WrongIndex {
   bool is_set = false;
   bool is_data = false;  // the index of `data`, not those of a view
   int parameter = 0;     // its position among the kernel's
-  int64_t index[kMost] = {};
+  int rank = 0;          // of the view
+  int64_t index[kMost] = {}, shape[kMost] = {};
+  // Prints the error, because the kernel may crash or never end.
+  void (*print)(const WrongIndex& wrong) = nullptr;
 };
 
 #ifdef CALCOPS_CHECK_INDICES
-// A pointer to the numbers of a tensor that checks data[i]. Views that a kernel makes of pointers
-// are not checked.
+// A pointer to the numbers of a tensor that checks data[i].
 template <class Number>
 struct CheckedPointer {
   Number* pointer;
@@ -48,21 +50,28 @@ struct CheckedPointer {
   int parameter = -1;
 
   CALCOPS_INLINE CheckedPointer(Number* pointer_ = nullptr) : pointer(pointer_) {}
+  // View<const float, 1>{y.data, ...} for a View<float, 2> y
+  CALCOPS_INLINE CheckedPointer(const CheckedPointer<std::remove_const_t<Number>>& other)
+      : pointer(other.pointer),
+        count(other.count),
+        record(other.record),
+        parameter(other.parameter) {}
   CALCOPS_INLINE operator Number*() const { return pointer; }
 
   // A template, because an int fits the pointer's own operator better.
   template <class Index>
   CALCOPS_INLINE Number& operator[](Index i) const {
-    const int64_t index[] = {int64_t(i)};
-    if (!record || (index[0] >= 0 && index[0] < count)) return pointer[i];
-    return wrong(true, index, 1);
+    const int64_t index = int64_t(i);
+    if (!record || (index >= 0 && index < count)) return pointer[i];
+    return wrong(true, &index, &count, 1);
   }
 
   // Record an index and return a number that stands for its target.
-  CALCOPS_INLINE Number& wrong(bool is_data, const int64_t* index, int indices) const {
+  CALCOPS_INLINE Number& wrong(bool is_data, const int64_t* index, const int64_t* shape,
+                               int rank) const {
 #ifdef __CUDA_ARCH__
     printf("calcops: index out of bounds of the kernel's parameter %d:", parameter + 1);
-    for (int d = 0; d < indices; ++d) printf(" %lld", static_cast<long long>(index[d]));
+    for (int d = 0; d < rank; ++d) printf(" %lld", static_cast<long long>(index[d]));
     printf("%s\n", is_data ? " of data" : "");
     __trap();
     return *pointer;
@@ -70,7 +79,12 @@ struct CheckedPointer {
     if (!__atomic_exchange_n(&record->is_set, true, __ATOMIC_RELAXED)) {
       record->is_data = is_data;
       record->parameter = parameter;
-      for (int d = 0; d < indices && d < WrongIndex::kMost; ++d) record->index[d] = index[d];
+      record->rank = rank < WrongIndex::kMost ? rank : WrongIndex::kMost;
+      for (int d = 0; d < record->rank; ++d) {
+        record->index[d] = index[d];
+        record->shape[d] = shape[d];
+      }
+      record->print(*record);
     }
     static thread_local std::remove_const_t<Number> target;
     return target = 0;
@@ -100,7 +114,7 @@ struct Strided {
     const int64_t indices[] = {int64_t(index)..., 0};  // a scalar has none
     bool is_right = data.pointer;
     for (int d = 0; d < rank; ++d) is_right &= indices[d] >= 0 && indices[d] < shape[d];
-    if (data.record && !is_right) return data.wrong(false, indices, rank);
+    if (data.record && !is_right) return data.wrong(false, indices, shape, rank);
 #endif
     int64_t position = 0;
     int dimension = 0;
@@ -195,6 +209,7 @@ struct KernelEntry {
   bool (*is_capturing)(void* stream);  // nullptr without CUDA
   const char* file;
   int line;
+  bool checks_indices;  // of its views
 };
 void add_kernel(const KernelEntry& kernel);
 
@@ -462,6 +477,12 @@ struct Derivative {
 
 // ---- registration -------------------------------------------------------------------------------
 
+#ifdef CALCOPS_CHECK_INDICES
+constexpr bool kChecksIndices = true;
+#else
+constexpr bool kChecksIndices = false;
+#endif
+
 #ifdef TORCH_EXTENSION_NAME
 #define CALCOPS_TEXT_OF(name) #name
 #define CALCOPS_TEXT(name) CALCOPS_TEXT_OF(name)
@@ -524,7 +545,8 @@ struct Kernel {
                       reinterpret_cast<void (*)()>(function),
                       nullptr,
                       op.file,
-                      op.line};
+                      op.line,
+                      kChecksIndices};
 #ifdef CUDART_VERSION
     entry.is_capturing = [](void* stream) {
       cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
