@@ -340,3 +340,56 @@ def test_the_notebook_cell_of_the_loaders_readme_builds_and_computes(tmp_path):
     source.write_text(cell)
     mine = calcops_jit.load("of_the_readme", [source])
     assert mine.twice(torch.tensor([1.0, 2.0])).tolist() == [2, 4]
+
+
+def test_the_histogram_of_the_readme_counts(tmp_path):
+    readme = (SOURCE.parents[2] / "contracts" / "README.md").read_text()
+    contract = re.search(r"```text\n(histogram.+?)```", readme, re.S)[1]
+    kernel = re.search(r"```c\+\+\n(template <class Index>.+?)```", readme, re.S)[1]
+    source = tmp_path / "histogram.cpp"
+    begin = "#include <calcops/operator.h>\nconst calcops::Contract contract"
+    source.write_text(f'{begin}(R"(\n{contract})");\n{kernel}')
+    histogram = calcops_jit.load("histogram_of_the_readme", source).histogram
+    for dtype in torch.int32, torch.int64:
+        bins = torch.tensor([0, 2, -1, 2], dtype=dtype)
+        assert histogram(bins, 4).tolist() == [1, 0, 2, 0]
+    with pytest.raises(RuntimeError, match="`bin` entries -1 or 0 <= b < bins = 2, got 2"):
+        histogram(bins, 2)
+
+
+WEIGHTED_SUM = """
+void weighted_sum(View<const double, 2> x, View<const double, 2> weights, View<double, 1> sum) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) {
+    sum(i) = 0;
+    for (int64_t k = 0; k < x.shape[1]; ++k) sum(i) += weights(i, k) * x(i, k);
+  }
+}
+void weighted_sum_backward(View<const double, 1> grad, View<const double, 2> x,
+                           View<const double, 2> weights, View<double, 2> grad_x,
+                           View<double, 2> grad_weights) {
+  for (int64_t i = 0; i < x.shape[0]; ++i)
+    for (int64_t k = 0; k < x.shape[1]; ++k) {
+      if (grad_x) grad_x(i, k) = grad(i) * weights(i, k);
+      if (grad_weights) grad_weights(i, k) = grad(i) * x(i, k);
+    }
+}
+const Kernel kernels[] = {Kernel("weighted_sum", weighted_sum),
+                          Kernel("_weighted_sum_backward", weighted_sum_backward)};
+"""
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_the_gradient_by_a_second_operator_of_the_readme_is_right(wanted, tmp_path_factory):
+    readme = (SOURCE.parents[2] / "contracts" / "README.md").read_text()
+    contract = re.search(r"```text\n(weighted_sum.+?)```", readme, re.S)[1]
+    contract = contract.replace("float32 or float64", "float64")
+    formula = re.search(r"```c\+\+\n(\[\]\(const Value.+?)```", readme, re.S)[1]
+    source = tmp_path_factory.getbasetemp() / "weighted_sum.cpp"
+    source.write_text(
+        "#include <calcops/operator.h>\nusing namespace calcops;\n"
+        f'const Derivative derivatives[] = {{{{"weighted_sum", {formula}}}}};\n'
+        f'const Contract contract(R"(\n{contract})", derivatives);\n{WEIGHTED_SUM}'
+    )
+    weighted_sum = calcops_jit.load("weighted_sum_of_the_readme", source).weighted_sum
+    x, weights = (torch.randn(4, 3, **float64).requires_grad_(is_wanted) for is_wanted in wanted)
+    assert torch.autograd.gradcheck(weighted_sum, (x, weights))
