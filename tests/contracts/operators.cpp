@@ -453,6 +453,31 @@ const Kernel kStepsCpu("steps", differences), kCopiedCpu("copied", copied);
 const Kernel kBelowCpu("below", below);
 const Kernel kDefaultTypeCpu("default_type", default_type<double>, default_type<float>);
 
+// Two joined sizes, of which no entries tie one to the result.
+const Contract kUntied(R"(
+nearest(Tensor z, Tensor code) -> Tensor distance
+  Distance to the nearest code.
+raised(Tensor z, int M) -> Tensor distance
+z         [...]; float64.
+code      [M]; float64.
+M         0 to 99.
+distance  [...]; like z.
+vmap      joins ..., M
+)");
+
+void nearest(View<const double, 1> z, View<const double, 1> code, View<double, 1> distance) {
+  for (int64_t i = 0; i < z.shape[0]; ++i) {
+    distance(i) = INFINITY;
+    for (int64_t k = 0; k < code.shape[0]; ++k)
+      distance(i) = std::min(distance(i), std::abs(z(i) - code(k)));
+  }
+}
+
+void raised(View<const double, 1> z, int64_t m, View<double, 1> distance) {
+  for (int64_t i = 0; i < z.shape[0]; ++i) distance(i) = z(i) + double(m);
+}
+const Kernel kNearestCpu("nearest", nearest), kRaisedCpu("raised", raised);
+
 // Two shapes with different numbers of elements.
 const Contract kUnequal(R"(
 unequal(Tensor x) -> Tensor y

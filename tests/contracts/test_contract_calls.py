@@ -413,6 +413,19 @@ def test_vmap_calls_once_an_item_where_a_contract_cannot_join_them(mine, name, s
     assert torch.equal(vmap(call)(x), torch.stack([call(item) for item in x]))
 
 
+def test_vmap_calls_once_an_item_where_no_entries_tie_a_joined_size_to_the_result(mine):
+    z, code = torch.randn(2, 3, **float64), torch.randn(2, 4, **float64)
+    expected = (z[:, :, None] - code[:, None, :]).abs().amin(2)
+    assert torch.equal(vmap(mine.nearest)(z, code), expected)
+    assert torch.equal(vmap(mine.raised, (0, None))(z, 5), z + 5)
+
+
+def test_vmap_joins_a_size_that_entries_tie_to_the_result(mine):
+    tables, indices = torch.randn(5, 7, 2, **float64), torch.randint(-1, 7, (5, 3, 4))
+    graph = make_fx(vmap(mine.looked_up))(tables, indices)
+    assert sum("looked_up" in str(node.target) for node in graph.graph.nodes) == 1
+
+
 def test_a_result_like_an_absent_tensor_has_the_first_dtype(mine):
     next = torch.tensor([1, 0])
     assert mine.default_type(next).dtype == torch.float32
