@@ -120,6 +120,8 @@ void read_family(Family& family) {
     TORCH_CHECK(!unused || op.parsed.argumentIndexWithName(unused), "a derivative of ",
                 op.schema.name, " names `", unused, "`, which is no argument");
     if (op.check || op.composition) continue;
+    check_operator(!op.kernel_owner().check, op, op.schema.name, " uses the kernels of ",
+                   op.kernel_owner().schema.name, ", so it needs a Check like that one's");
     for (const int i : op.tensors)
       check_operator(!family.text.lines[i].any_shape, op, "a Check of ", op.schema.name,
                      " must examine the shape of `", family.text.lines[i].name, "`");

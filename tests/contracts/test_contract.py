@@ -258,6 +258,11 @@ template <class Real>""",
         "kernels  f of halved; halved of doubled\n",
         "wrong.cpp:13: contract: no kernel of halved",
     ),
+    "kernels that rely on a check which the other operator lacks": (
+        'y  [N]; like x.\n)");',
+        'y  [N]; like x.\nhalved(Tensor x) -> Tensor y\nkernels  halved of doubled\n)", check_of_doubled);',
+        "wrong.cpp:15: contract: halved uses the kernels of doubled, so it needs a Check",
+    ),
     "two kernels of the same types": (
         "doubled<float>, ",
         "doubled<float>, doubled<float>, ",
@@ -301,7 +306,7 @@ void vjp(const Value*, const Value*, Value*) {}
 void check(Value*, Value*) {}
 const Derivative derivatives[] = {{"halved", vjp}};
 const Derivative unused[] = {{"doubled", vjp, nullptr, "z"}};
-const Check checks[] = {{"doubled", check}, {"doubled", check}};
+const Check checks[] = {{"doubled", check}, {"doubled", check}}, check_of_doubled[] = {{"doubled", check}};
 """
 
 
