@@ -32,7 +32,7 @@ struct Boxed final : c10::OperatorKernel {
   Boxed(const Operator& op, Function function) : op(op), function(function) {}
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    function(op, handle, keys, stack);
+    with_errors(op.name, [&] { function(op, handle, keys, stack); });
   }
   const Operator& op;
   const Function function;

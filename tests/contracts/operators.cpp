@@ -624,6 +624,47 @@ void negated(View<const double, 1> x, View<double, 1> y) {
 }
 const Kernel kNegatedCpu("negated", negated);
 
+// Formulas with a wrong index, and exceptions that are no std::exception.
+void mistaken(const Value* arguments, const Value* upstream, Value* derivatives) {
+  switch (arguments[1].item()) {
+    case 0:
+      derivatives[2] = upstream[0];
+      break;
+    case 1:
+      derivatives[1] = upstream[0];
+      break;
+    case 2:
+      derivatives[0] = upstream[2] * arguments[0];
+      break;
+    case 3:
+      derivatives[0] = upstream[0] * arguments[2];
+      break;
+    case 4:
+      derivatives[0] = Value::call("aten::clone", upstream[0], upstream[2]);
+      break;
+    case 5:
+      throw "a negative distance";
+    default:
+      derivatives[0] = Value::call("mistaken", upstream[0], 7);
+  }
+}
+
+const Derivative kMistakenDerivatives[] = {{"mistaken", mistaken, mistaken}};
+
+const Contract kMistaken(R"(
+mistaken(Tensor x, int mistake) -> Tensor y
+x        [N]; float64.
+mistake  The number of a mistake.
+y        [N]; like x.
+)",
+                         kMistakenDerivatives);
+
+void copy_or_throw(View<const double, 1> x, int64_t mistake, View<double, 1> y) {
+  if (mistake == 7) throw 7;
+  std::copy_n(x.data, x.shape[0], y.data);
+}
+const Kernel kMistakenCpu("mistaken", copy_or_throw);
+
 // ---- numbers, small dtypes and products of sizes ------------------------------------------------
 
 const Contract kLimited(R"(

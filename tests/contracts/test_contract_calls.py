@@ -590,6 +590,27 @@ def test_a_number_as_a_gradient_is_an_error(mine):
         mine.negated(torch.ones(2, requires_grad=True, **float64)).sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (0, "mistaken: expected the formula of its derivative to set .* got index 2"),
+        (1, "mistaken: expected the formula of its derivative to set .* got index 1"),
+        (2, r"expected `other` of aten::mul.Scalar.* got an element behind the end of a formula's"),
+        (3, r"expected `other` of aten::mul.Scalar.* got an element behind the end of a formula's"),
+        (4, r"expected `memory_format` of aten::clone.* got an element behind the end of a"),
+        (5, "mistaken: a negative distance"),
+        (6, "mistaken: its source threw what is no std::exception"),
+    ],
+)
+def test_a_mistake_in_a_formula_or_in_its_kernels_is_an_error(mine, mistake, message):
+    x = torch.ones(2, requires_grad=True, **float64)
+    y = mine.mistaken(x, mistake)
+    with pytest.raises(RuntimeError, match=message):
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match=message):
+        jvp(lambda x: mine.mistaken(x, mistake), (x.detach(),), (x.detach(),))
+
+
 # ---- Value ---------------------------------------------------------------------------------------
 
 
