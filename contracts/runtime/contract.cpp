@@ -214,12 +214,17 @@ void check_kernels(const Operator& op) {
       check_dtypes(op, on_cuda);
 }
 
-// Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
-// registered.
-void check_all_kernels() {
+// Raise an error if a kernel has no contract.
+void check_kernels_waiting() {
   for (const auto& [op, kernels] : kernels_waiting())
     TORCH_CHECK(false, kernels[0].file, ":", kernels[0].line, ": a kernel of ", op,
                 ", which no contract names");
+}
+
+// Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
+// registered.
+void check_all_kernels() {
+  check_kernels_waiting();
   for (const Family& family : families())
     at_contract(family, [&] {
       for (const Operator& op : family.operators)
@@ -271,6 +276,14 @@ void add_contract(const ContractEntry& contract) {
 
 void add_kernel(const KernelEntry& kernel) {
   if (kernel.is_capturing) is_capturing = kernel.is_capturing;
+  // A library without contracts has no block that checks its kernels. While contracts wait, the
+  // block of the last one will.
+  static const calcops_jit::Initializer check(
+      {torch::Library::FRAGMENT,
+       [](torch::Library&) {
+         if (calcops_jit::was_held() && contracts_waiting().empty()) check_kernels_waiting();
+       },
+       kernel.name_space, std::nullopt, kernel.file, uint32_t(kernel.line)});
   kernels_waiting()[qualified(kernel.op, kernel.name_space)].push_back(kernel);
   for (Family& family : families()) take_kernels(family);
 }

@@ -227,6 +227,11 @@ MISTAKES = {
         '"double", doubled<float>',
         "a kernel of wrong::double, which no contract names",
     ),
+    "kernels without any contract": (
+        DOUBLED[DOUBLED.index("const Contract") : DOUBLED.index("template")],
+        "",
+        "wrong.cpp:15: a kernel of wrong::doubled, which no contract names",
+    ),
     "an operator without kernels": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor z\nz  [N]; like x.\n",
