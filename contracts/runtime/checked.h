@@ -220,6 +220,11 @@ struct Checked {
       if (!shapes[i] && fits(line, each, shape)) shapes[i] = &each;
     if (!shapes[i] || !matches(line, *shapes[i], shape))
       refuse(line.name, "of shape " + line.shape_text + sizes_text(line, had_value), shape);
+    if (shapes[i] == &line.shapes[0]) return;
+    SymInt count = 1;  // of numbers in the first shape, which the kernel receives
+    for (const Sum& dim : line.shapes[0]) count = product_of(count, value(dim));
+    TORCH_CHECK(contract::is_equal(x.sym_numel(), count), op.name, ": the shapes ", line.shape_text,
+                " of `", line.name, "` differ in their number of elements");
   }
 
   // Return whether a shape has the tensor's rank. Of several shapes of a rank, one is selected by

@@ -465,11 +465,12 @@ def test_another_shape_may_have_eight_dimensions(mine):
     torch.testing.assert_close(mine.total(x[..., None]), x.sum())
 
 
-def test_another_shape_of_fewer_numbers_never_reaches_the_kernel(mine):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_another_shape_of_fewer_numbers_is_refused_on_every_device(mine, device):
     with pytest.raises(
         RuntimeError, match=r"shapes \[N, 3\] or \[N\] of `x` differ in their number"
     ):
-        mine.unequal(torch.ones(6, **float64))
+        mine.unequal(torch.ones(6, device=device, **float64))
 
 
 @pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
