@@ -488,6 +488,27 @@ y  [N]; like x.
 void unequal(View<const double, 2>, View<double, 1>) {}
 const Kernel kUnequalCpu("unequal", unequal);
 
+// Results that an argument other than the first one makes negative, and limits of sizes that the
+// tensor's shape does not show.
+const Contract kLess(R"(
+less(Tensor x, Tensor row, int n) -> (Tensor fewer, Tensor before, Tensor room)
+even(Tensor columns, int M) -> Tensor total
+x        [N]; float64.
+n        Of numbers.
+row      [..., K]; float64.
+columns  [..., K]; float64; 1 <= K; M % 2 == 0.
+fewer    [..., K - 2]; float64.
+before   [n - 1]; float64.
+room     [3 - n]; float64.
+M        0 to 99.
+total    [...]; float64.
+)");
+
+void less(View<const double, 1>, View<const double, 2>, int64_t, View<double, 2>, View<double, 1>,
+          View<double, 1>) {}
+void even(View<const double, 2>, int64_t, View<double, 1>) {}
+const Kernel kLessCpu("less", less), kEvenCpu("even", even);
+
 // Two shapes of one rank. A size sets which one it is.
 const Contract kLeading(R"(
 leading(Tensor x) -> Tensor first

@@ -103,12 +103,12 @@ def test_leading_dimensions_are_one_dimension_of_the_kernel(mine, case):
         torch.testing.assert_close(mine.columns(x), x.sum(-2))
 
 
-def test_leading_dimensions_count_as_one_position_of_an_entry(mine):
+def test_the_error_of_an_entry_counts_each_leading_dimension(mine):
     values, place = torch.randn(5, **float64), torch.randint(5, (2, 3, 4))
     assert torch.equal(mine.taken(values, place), values[place])
     place[1, 2, 3] = 5
     with pytest.raises(
-        RuntimeError, match="`place` entries 0 <= j < N = 5, got 5 at item 5, slot 3"
+        RuntimeError, match="`place` entries 0 <= j < N = 5, got 5 at dimension 0 1, item 2, slot 3"
     ):
         mine.taken(values, place)
 
@@ -277,6 +277,36 @@ def test_limits_between_sizes_and_multiples_are_checked(mine, device):
             mine.narrow(torch.ones(shape, device=device, **float64), x)
         assert str(error.value) == f"contracts::narrow: expected `table` with {message}"
     assert mine.narrow(torch.ones(4, 2, device=device, **float64), x).shape == (3,)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_error_of_a_limit_shows_the_size_that_is_limited(mine, device):
+    row = torch.ones(3, 8, device=device, **float64)
+    assert mine.even(row, 2).shape == (3,)
+    with pytest.raises(RuntimeError, match=r"expected `columns` with 1 <= K, got \[3, 0\]$"):
+        mine.even(row[:, :0], 2)
+    with pytest.raises(RuntimeError, match="expected `columns` with M % 2 == 0, got 3$"):
+        mine.even(row, 3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("columns", "n", "message"),
+    [
+        (1, 2, r"`row` large enough for a result \[..., K - 2\], got \[5, 1\]$"),
+        (2, 0, r"`n` large enough for a result \[n - 1\], got 0$"),
+        (2, 4, r"`n` small enough for a result \[3 - n\], got 4$"),
+    ],
+)
+def test_a_result_of_a_negative_size_names_the_argument(mine, columns, n, message, device):
+    x, row = (torch.ones(shape, device=device, **float64) for shape in (7, (5, columns)))
+    with pytest.raises(RuntimeError, match="contracts::less: expected " + message):
+        mine.less(x, row, n)
+
+
+def test_a_result_may_have_a_size_of_zero(mine):
+    x, row = torch.ones(7, **float64), torch.ones(5, 2, **float64)
+    assert [rest.shape for rest in mine.less(x, row, 1)] == [(5, 0), (0,), (2,)]
 
 
 def test_limits_between_sizes_hold_in_a_compiled_graph_and_for_each_item(mine):
