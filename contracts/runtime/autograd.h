@@ -54,15 +54,32 @@ void check_constants(const Operator& op, const Call& call, const std::vector<boo
   }
 }
 
+// The arrays of a formula have this many elements behind their end, so that an index that is a few
+// too large is an error. Those that a formula reads are capsules, which no operator takes. Those
+// that it sets are false.
+constexpr size_t kSpare = 8;
+
+std::vector<IValue> with_spare(c10::ArrayRef<IValue> given) {
+  std::vector<IValue> values = given.vec();
+  values.resize(given.size() + kSpare, IValue::make_capsule({}));
+  return values;
+}
+
 // Return tensors for the Values that a formula set; undefined ones for false, which are unwanted.
-tensor_list tensors_of(const Operator& op, const std::vector<Value>& values) {
+// `what` are those that it may set: those for which may_set(i) is true.
+template <class MaySet>
+tensor_list tensors_of(const Operator& op, const std::vector<Value>& values, const char* what,
+                       const MaySet& may_set) {
   tensor_list tensors;
-  for (const Value& value : values) {
-    const IValue& given = ivalue_of(value);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const IValue& given = ivalue_of(values[i]);
     TORCH_CHECK(given.isTensor() || given.isNone() || given.isBool(), op.name,
                 ": expected tensors from the formula of its derivative, got a ", given.tagKind());
     tensors.push_back(tensor_or_none(given));
+    TORCH_CHECK(may_set(i) || !tensors[i].defined(), op.name,
+                ": expected the formula of its derivative to set ", what, ", got index ", i);
   }
+  tensors.resize(tensors.size() - kSpare);
   return tensors;
 }
 
@@ -71,22 +88,30 @@ tensor_list tensors_of(const Operator& op, const std::vector<Value>& values) {
 tensor_list gradients_of(const Operator& op, const Call& call, const tensor_list& upstream,
                          const std::vector<bool>& wanted) {
   check_constants(op, call, wanted, "requires no gradient");
-  std::vector<Value> gradients(wanted.size(), value_of(Tensor()));
+  std::vector<Value> gradients(wanted.size() + kSpare, false);
   for (size_t i = 0; i < wanted.size(); ++i)
-    if (!wanted[i]) gradients[i] = false;
-  const std::vector<IValue> given(upstream.begin(), upstream.end());
-  op.derivative->vjp(values_of(call.arguments.data()), values_of(given.data()), gradients.data());
-  return tensors_of(op, gradients);
+    if (wanted[i]) gradients[i] = value_of(Tensor());
+  const auto arguments = with_spare(call.arguments);
+  const auto given = with_spare(std::vector<IValue>(upstream.begin(), upstream.end()));
+  with_errors(op.name, [&] {
+    op.derivative->vjp(values_of(arguments.data()), values_of(given.data()), gradients.data());
+  });
+  return tensors_of(op, gradients, "the gradient of a Tensor", [&](size_t i) {
+    return i < op.count() && op.kinds[i] == contract::Kind::kTensor;
+  });
 }
 
 // Return the tangents of the results from those of the arguments.
 tensor_list tangents_of(const Operator& op, const Call& call, const tensor_list& tangents) {
   TORCH_CHECK_NOT_IMPLEMENTED(op.derivative->jvp, op.name,
                               ": its derivative has no formula for forward mode");
-  const std::vector<IValue> given(tangents.begin(), tangents.end());
-  std::vector<Value> results(op.parsed.returns().size(), value_of(Tensor()));
-  op.derivative->jvp(values_of(call.arguments.data()), values_of(given.data()), results.data());
-  return tensors_of(op, results);
+  const auto arguments = with_spare(call.arguments);
+  const auto given = with_spare(std::vector<IValue>(tangents.begin(), tangents.end()));
+  const size_t count = op.parsed.returns().size();
+  std::vector<Value> results(count, value_of(Tensor()));
+  results.resize(count + kSpare, false);
+  op.derivative->jvp(values_of(arguments.data()), values_of(given.data()), results.data());
+  return tensors_of(op, results, "the tangent of a result", [&](size_t i) { return i < count; });
 }
 
 // From PyTorch 2.13 on, a Node counts its own references. Before, std::shared_ptr does.

@@ -220,6 +220,11 @@ struct Checked {
       if (!shapes[i] && fits(line, each, shape)) shapes[i] = &each;
     if (!shapes[i] || !matches(line, *shapes[i], shape))
       refuse(line.name, "of shape " + line.shape_text + sizes_text(line, had_value), shape);
+    if (shapes[i] == &line.shapes[0]) return;
+    SymInt count = 1;  // of numbers in the first shape, which the kernel receives
+    for (const Sum& dim : line.shapes[0]) count = product_of(count, value(dim));
+    TORCH_CHECK(contract::is_equal(x.sym_numel(), count), op.name, ": the shapes ", line.shape_text,
+                " of `", line.name, "` differ in their number of elements");
   }
 
   // Return whether a shape has the tensor's rank. Of several shapes of a rank, one is selected by
@@ -321,12 +326,13 @@ struct Checked {
     const Line& line = text.lines[i];
     uint32_t shown = 0;  // the sizes that the tensor's shape shows
     for (const Shape& shape : line.shapes) shown |= contract::sizes_of(shape);
-    const bool is_dimension = contract::bare(limit.sum) >= 0;
+    const uint32_t left = contract::sizes_of(limit.sum);
+    const bool is_shown = !(left & ~shown) && (!left || contract::bare(limit.sum) >= 0);
     const bool is_other = contract::sizes_of(limit.bound) & ~shown;
     refuse(line.name,
            c10::str("with ", limit.text, is_other ? c10::str(" = ", bound) : "",
                     limit.on_cuda ? " on CUDA" : ""),
-           is_dimension ? c10::str(x.sym_sizes()) : c10::str(got));
+           is_shown ? c10::str(x.sym_sizes()) : c10::str(got));
   }
 
   // ---- the operator's Check ---------------------------------------------------------------------
@@ -383,15 +389,36 @@ struct Checked {
     }
     int64_t bytes = 8;  // of a number of the widest dtype
     for (const SymInt& size : shape) {
-      if (!contract::is_at_most(0, size))
-        refuse(text.lines[first].name, "large enough for a result " + line.shape_text,
-               tensors[first]->sym_sizes());
+      if (!contract::is_at_most(0, size)) refuse_result(line);
       // A size of 0 counts as 1: the strides of an empty result are products of the other sizes.
       const int64_t count = std::max<int64_t>(value_or_zero(size), 1);
       if (__builtin_mul_overflow(bytes, count, &bytes) || bytes >= kMostBytes)
         throw std::bad_alloc();
     }
     return shape;
+  }
+
+  // Raise the error for a result with a negative size. It names the argument that has the size from
+  // which others are subtracted. Of a symbol this is not known, so it names the first tensor.
+  [[noreturn]] void refuse_result(const Line& line) const {
+    uint32_t minuends = 0, all = 0;
+    for (const Sum& dim : line.any_shape ? Shape() : line.shapes[0]) {
+      if (value_or_zero(value(dim)) >= 0) continue;
+      all |= contract::sizes_of(dim);
+      for (const contract::Product& product : dim)
+        if (product.factor > 0) minuends |= contract::sizes_of(Sum{product});
+    }
+    const uint32_t blamed = minuends ? minuends : all;
+    const std::string what =
+        (minuends || !all ? "large" : "small") + (" enough for a result " + line.shape_text);
+    for (const int i : op.numbers)
+      if (const int size = text.lines[i].size; size >= 0 && blamed >> size & 1)
+        refuse(text.lines[i].name, what, sizes[size]);
+    for (const int i : op.tensors)
+      for (const Shape& shape : text.lines[i].shapes)
+        if (tensors[i]->defined() && contract::sizes_of(shape) & blamed)
+          refuse(text.lines[i].name, what, tensors[i]->sym_sizes());
+    refuse(text.lines[first].name, what, tensors[first]->sym_sizes());
   }
 
   // If no tensor of its group is given, a result has the first dtype in the contract.

@@ -10,6 +10,7 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <set>
 
 #include "autograd.h"
 #include "kernels.h"
@@ -32,7 +33,7 @@ struct Boxed final : c10::OperatorKernel {
   Boxed(const Operator& op, Function function) : op(op), function(function) {}
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    function(op, handle, keys, stack);
+    with_errors(op.name, [&] { function(op, handle, keys, stack); });
   }
   const Operator& op;
   const Function function;
@@ -120,6 +121,8 @@ void read_family(Family& family) {
     TORCH_CHECK(!unused || op.parsed.argumentIndexWithName(unused), "a derivative of ",
                 op.schema.name, " names `", unused, "`, which is no argument");
     if (op.check || op.composition) continue;
+    check_operator(!op.kernel_owner().check, op, op.schema.name, " uses the kernels of ",
+                   op.kernel_owner().schema.name, ", so it needs a Check like that one's");
     for (const int i : op.tensors)
       check_operator(!family.text.lines[i].any_shape, op, "a Check of ", op.schema.name,
                      " must examine the shape of `", family.text.lines[i].name, "`");
@@ -190,7 +193,13 @@ void check_dtypes(const Operator& op, bool on_cuda) {
                      on_cuda ? "CUDA" : "the CPU", " takes ", types);
       return;
     }
+    std::set<Type> checked;
     for (const Type type : op.text().lines[groups[g]].types) {
+      // No kernel takes exactly float16 or bfloat16. Without float32 for these, all combinations of
+      // a dozen tensors would be half a million.
+      const bool is_first =
+          checked.insert(is_narrow(scalar_type(type)) ? Type::kFloat32 : type).second;
+      if (!is_first) continue;
       given[groups[g]] = type;
       check_from(g + 1);
     }
@@ -212,12 +221,17 @@ void check_kernels(const Operator& op) {
       check_dtypes(op, on_cuda);
 }
 
-// Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
-// registered.
-void check_all_kernels() {
+// Raise an error if a kernel has no contract.
+void check_kernels_waiting() {
   for (const auto& [op, kernels] : kernels_waiting())
     TORCH_CHECK(false, kernels[0].file, ":", kernels[0].line, ": a kernel of ", op,
                 ", which no contract names");
+}
+
+// Raise an error if a kernel is missing. Called when a library is loaded and all its kernels are
+// registered.
+void check_all_kernels() {
+  check_kernels_waiting();
   for (const Family& family : families())
     at_contract(family, [&] {
       for (const Operator& op : family.operators)
@@ -269,6 +283,14 @@ void add_contract(const ContractEntry& contract) {
 
 void add_kernel(const KernelEntry& kernel) {
   if (kernel.is_capturing) is_capturing = kernel.is_capturing;
+  // A library without contracts has no block that checks its kernels. While contracts wait, the
+  // block of the last one will.
+  static const calcops_jit::Initializer check(
+      {torch::Library::FRAGMENT,
+       [](torch::Library&) {
+         if (calcops_jit::was_held() && contracts_waiting().empty()) check_kernels_waiting();
+       },
+       kernel.name_space, std::nullopt, kernel.file, uint32_t(kernel.line)});
   kernels_waiting()[qualified(kernel.op, kernel.name_space)].push_back(kernel);
   for (Family& family : families()) take_kernels(family);
 }

@@ -22,12 +22,13 @@ namespace {
 // positions.
 std::vector<int64_t> positions_of(const Checked& call, int i) {
   const Line& line = call.text.lines[i];
-  std::vector<int64_t> shape;
   if (line.any_shape) return call.tensors[i]->sizes().vec();
-  for (const Sum& dim : line.shapes[0]) shape.push_back(call.value(dim).expect_int());
+  const Shape& dimensions = line.shapes[0];
   const size_t named = line.entries.positions.size();
-  if (named > 0) shape.erase(shape.begin(), shape.end() - ptrdiff_t(named));
-  return shape;
+  c10::SymDimVector shape;
+  for (size_t d = named > 0 ? dimensions.size() - named : 0; d < dimensions.size(); ++d)
+    call.append(dimensions[d], shape);
+  return C10_AS_INTARRAYREF_SLOW(shape).vec();
 }
 
 // Raise the error for the entries at a position. It quotes them, the names of the dimensions and
@@ -48,8 +49,10 @@ std::vector<int64_t> positions_of(const Checked& call, int i) {
   // From the last dimension to the first, whose index is what the others leave of the position.
   for (size_t d = shape.size(); d-- > 0;) {
     const int64_t index = d > 0 ? position % shape[d] : position;
-    const auto& names = line.entries.positions;
-    const std::string name = names.empty() ? c10::str("dimension ", d) : names[d];
+    const auto& names = line.entries.positions;  // of the last dimensions
+    const size_t unnamed = shape.size() - std::min(shape.size(), names.size());
+    const std::string name =
+        d < unnamed ? c10::str("dimension ", d) : names[names.size() - shape.size() + d];
     where = c10::str(name, ' ', index, where.empty() ? "" : ", ", where);
     position /= std::max<int64_t>(shape[d], 1);
   }
@@ -168,8 +171,6 @@ void lay_out(const Checked& call, int i, const Tensor& x, int rank, int p, Stora
     stride[d] = is_other || own < 0 ? count : x.stride(own);
     count *= shape[d];
   }
-  TORCH_CHECK(count == x.numel(), call.op.name, ": the shapes ", line.shape_text, " of `",
-              line.name, "` differ in their number of elements");
   slot.shape = shape.data();
   slot.stride = stride.data();
 }

@@ -66,6 +66,21 @@ using contract::BoundKernel;
 
 struct Family;
 
+// Run a source's functions. What they throw becomes an error that the autograd engine can pass on:
+// any other exception would end the process.
+template <class Function>
+auto with_errors(const std::string& op, const Function& function) {
+  try {
+    return function();
+  } catch (const std::exception&) {
+    throw;
+  } catch (const char* text) {
+    TORCH_CHECK(false, op, ": ", text);
+  } catch (...) {
+    TORCH_CHECK(false, op, ": its source threw what is no std::exception");
+  }
+}
+
 struct Operator : contract::Signature {
   Family* family;
   std::string name;  // qualified

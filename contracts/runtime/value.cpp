@@ -136,6 +136,9 @@ Value Value::call_in(const char* name_space, const char* op, const Value* values
   torch::jit::Stack stack;
   for (int i = 0; i < count; ++i) {
     const IValue& value = ivalue_of(values[i]);
+    TORCH_CHECK(!value.isCapsule(), "calcops::Value::call: expected `", arguments[i].name(),
+                "` of ", handle.schema(),
+                ", got an element behind the end of a formula's arguments, gradients or tangents");
     TORCH_CHECK(!value.isTensor() || value.toTensor().defined(), "calcops::Value::call: expected `",
                 arguments[i].name(), "` of ", handle.schema(),
                 ", got a gradient or a tangent that is zero; ask is_none() before the call");

@@ -64,6 +64,9 @@ struct Joined {
   std::vector<IValue> first;            // the arguments of the first item
   const Checked item;                   // All items have its sizes.
   bool is_shifted = false;              // entries are shifted
+  // Of each argument with joined sizes: these sizes. Shifted entries tie two, the rows that they
+  // name and their own dimension.
+  std::vector<uint32_t> ties{};
 
   Joined(const Operator& op, const Call& given, const SymInt& items,
          const std::vector<bool>& serves_all)
@@ -87,7 +90,7 @@ struct Joined {
   struct Dimension {
     bool can_be_joined = true;
     int at = -1;  // -1: none
-    SymInt size{};
+    int size = -1;
     bool is_leading = false;  // `...`, of which the items are one more dimension
   };
 
@@ -107,7 +110,7 @@ struct Joined {
       if (found.at >= 0 || size < 0 || !begins_like_first) return {false};
       const bool is_leading = size == item.text.leading;
       const size_t more = line.has_leading && d > 0 ? item.leading.size() - 1 : 0;
-      found = {true, int(d + more), item.sizes[size], is_leading};
+      found = {true, int(d + more), size, is_leading};
     }
     const uint32_t split = line.whole < 0 ? 0 : contract::sizes_of(line.parts) | 1u << line.whole;
     if (split & item.text.joined) return {false};
@@ -125,6 +128,7 @@ struct Joined {
       if (names_rows || !(serves_all || items.maybe_as_int() == 1)) return {};
       return x.select(0, 0);
     }
+    ties.push_back(1u << joined.size | contract::sizes_of(below) & item.text.joined);
     Tensor shifted = x;
     if (names_rows) {
       if (contract::bare(below) < 0) return {};
@@ -150,6 +154,17 @@ struct Joined {
     return at::where(wide.ge(0).logical_and(wide.lt(rows)), wide.add(step), outside);
   }
 
+  // Return whether entries tie all joined sizes to a size. A kernel cannot know which rows of
+  // another size belong to the same item.
+  bool are_tied_to(int size) const {
+    uint32_t tied = 1u << size, all = 0;
+    for (size_t i = 0; i < ties.size(); ++i)
+      for (const uint32_t tie : ties)
+        if (tie & tied) tied |= tie;
+    for (const uint32_t tie : ties) all |= tie;
+    return !(all & ~tied);
+  }
+
   // Return one call for all items, or nothing if they cannot be joined.
   std::optional<Call> call() {
     Call all = given;
@@ -161,14 +176,16 @@ struct Joined {
         const auto joined = join(argument.toTensor(), op.lines[i], serves_all[i]);
         if (!joined) return {};
         argument = *joined;
-      } else if (is_joined(line.size)) {
+      } else if (op.kinds[i] == contract::Kind::kInt && is_joined(line.size)) {
         argument = item.sizes[line.size] * items;
+        ties.push_back(1u << line.size);
       } else if (contract::sizes_of(line.entries.below) & item.text.joined) {
         return {};  // the kernel cannot know to which item a row belongs
       }
     }
     for (size_t i = 0; i < op.result_lines.size(); ++i) {
-      if (dimension(op.result_lines[i]).at < 0) return {};
+      const Dimension joined = dimension(op.result_lines[i]);
+      if (joined.at < 0 || !are_tied_to(joined.size)) return {};
       // A result of integers might name the shifted rows.
       const auto type = item.options_of(i).dtype();
       if (is_shifted && c10::isIntegralType(type.toScalarType(), /*includeBool=*/false)) return {};
@@ -188,8 +205,9 @@ struct Joined {
       if (!op.is_wanted(given.arguments.data(), i))
         results[i] = results[i].unflatten_symint(0, {items, 0});
       else if (!joined.is_leading)
-        results[i] =
-            results[i].unflatten_symint(joined.at, {items, joined.size}).movedim(joined.at, 0);
+        results[i] = results[i]
+                         .unflatten_symint(joined.at, {items, item.sizes[joined.size]})
+                         .movedim(joined.at, 0);
     }
     return results;
   }

@@ -453,6 +453,31 @@ const Kernel kStepsCpu("steps", differences), kCopiedCpu("copied", copied);
 const Kernel kBelowCpu("below", below);
 const Kernel kDefaultTypeCpu("default_type", default_type<double>, default_type<float>);
 
+// Two joined sizes, of which no entries tie one to the result.
+const Contract kUntied(R"(
+nearest(Tensor z, Tensor code) -> Tensor distance
+  Distance to the nearest code.
+raised(Tensor z, int M) -> Tensor distance
+z         [...]; float64.
+code      [M]; float64.
+M         0 to 99.
+distance  [...]; like z.
+vmap      joins ..., M
+)");
+
+void nearest(View<const double, 1> z, View<const double, 1> code, View<double, 1> distance) {
+  for (int64_t i = 0; i < z.shape[0]; ++i) {
+    distance(i) = INFINITY;
+    for (int64_t k = 0; k < code.shape[0]; ++k)
+      distance(i) = std::min(distance(i), std::abs(z(i) - code(k)));
+  }
+}
+
+void raised(View<const double, 1> z, int64_t m, View<double, 1> distance) {
+  for (int64_t i = 0; i < z.shape[0]; ++i) distance(i) = z(i) + double(m);
+}
+const Kernel kNearestCpu("nearest", nearest), kRaisedCpu("raised", raised);
+
 // Two shapes with different numbers of elements.
 const Contract kUnequal(R"(
 unequal(Tensor x) -> Tensor y
@@ -462,6 +487,27 @@ y  [N]; like x.
 
 void unequal(View<const double, 2>, View<double, 1>) {}
 const Kernel kUnequalCpu("unequal", unequal);
+
+// Results that an argument other than the first one makes negative, and limits of sizes that the
+// tensor's shape does not show.
+const Contract kLess(R"(
+less(Tensor x, Tensor row, int n) -> (Tensor fewer, Tensor before, Tensor room)
+even(Tensor columns, int M) -> Tensor total
+x        [N]; float64.
+n        Of numbers.
+row      [..., K]; float64.
+columns  [..., K]; float64; 1 <= K; M % 2 == 0.
+fewer    [..., K - 2]; float64.
+before   [n - 1]; float64.
+room     [3 - n]; float64.
+M        0 to 99.
+total    [...]; float64.
+)");
+
+void less(View<const double, 1>, View<const double, 2>, int64_t, View<double, 2>, View<double, 1>,
+          View<double, 1>) {}
+void even(View<const double, 2>, int64_t, View<double, 1>) {}
+const Kernel kLessCpu("less", less), kEvenCpu("even", even);
 
 // Two shapes of one rank. A size sets which one it is.
 const Contract kLeading(R"(
@@ -598,6 +644,47 @@ void negated(View<const double, 1> x, View<double, 1> y) {
   for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = -x(i);
 }
 const Kernel kNegatedCpu("negated", negated);
+
+// Formulas with a wrong index, and exceptions that are no std::exception.
+void mistaken(const Value* arguments, const Value* upstream, Value* derivatives) {
+  switch (arguments[1].item()) {
+    case 0:
+      derivatives[2] = upstream[0];
+      break;
+    case 1:
+      derivatives[1] = upstream[0];
+      break;
+    case 2:
+      derivatives[0] = upstream[2] * arguments[0];
+      break;
+    case 3:
+      derivatives[0] = upstream[0] * arguments[2];
+      break;
+    case 4:
+      derivatives[0] = Value::call("aten::clone", upstream[0], upstream[2]);
+      break;
+    case 5:
+      throw "a negative distance";
+    default:
+      derivatives[0] = Value::call("mistaken", upstream[0], 7);
+  }
+}
+
+const Derivative kMistakenDerivatives[] = {{"mistaken", mistaken, mistaken}};
+
+const Contract kMistaken(R"(
+mistaken(Tensor x, int mistake) -> Tensor y
+x        [N]; float64.
+mistake  The number of a mistake.
+y        [N]; like x.
+)",
+                         kMistakenDerivatives);
+
+void copy_or_throw(View<const double, 1> x, int64_t mistake, View<double, 1> y) {
+  if (mistake == 7) throw 7;
+  std::copy_n(x.data, x.shape[0], y.data);
+}
+const Kernel kMistakenCpu("mistaken", copy_or_throw);
 
 // ---- numbers, small dtypes and products of sizes ------------------------------------------------
 

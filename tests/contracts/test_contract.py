@@ -2,6 +2,7 @@
 They behave like built-in operators, and a wrong contract is an error that names the line."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,11 @@ MISTAKES = {
         '"double", doubled<float>',
         "a kernel of wrong::double, which no contract names",
     ),
+    "kernels without any contract": (
+        DOUBLED[DOUBLED.index("const Contract") : DOUBLED.index("template")],
+        "",
+        "wrong.cpp:15: a kernel of wrong::doubled, which no contract names",
+    ),
     "an operator without kernels": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor z\nz  [N]; like x.\n",
@@ -257,6 +263,11 @@ template <class Real>""",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor y\nf(Tensor x) -> Tensor y\n"
         "kernels  f of halved; halved of doubled\n",
         "wrong.cpp:13: contract: no kernel of halved",
+    ),
+    "kernels that rely on a check which the other operator lacks": (
+        'y  [N]; like x.\n)");',
+        'y  [N]; like x.\nhalved(Tensor x) -> Tensor y\nkernels  halved of doubled\n)", check_of_doubled);',
+        "wrong.cpp:15: contract: halved uses the kernels of doubled, so it needs a Check",
     ),
     "two kernels of the same types": (
         "doubled<float>, ",
@@ -301,7 +312,7 @@ void vjp(const Value*, const Value*, Value*) {}
 void check(Value*, Value*) {}
 const Derivative derivatives[] = {{"halved", vjp}};
 const Derivative unused[] = {{"doubled", vjp, nullptr, "z"}};
-const Check checks[] = {{"doubled", check}, {"doubled", check}};
+const Check checks[] = {{"doubled", check}, {"doubled", check}}, check_of_doubled[] = {{"doubled", check}};
 """
 
 
@@ -319,6 +330,28 @@ def test_a_wrong_contract_is_refused_and_its_line_is_named(mistake, tmp_path_fac
     source.write_text(text)
     corrected = calcops_jit.load("wrong", [source])
     assert corrected.doubled(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_a_library_whose_tensors_have_many_independent_dtypes_loads_quickly(tmp_path):
+    names = [f"x{i}" for i in range(16)]
+    arguments = ", ".join(f"Tensor {name}" for name in names)
+    lines = "\n".join(f"{name}  []; float16, bfloat16 or float32." for name in names)
+    source = tmp_path / "many.cpp"
+    source.write_text(f"""#include <calcops/operator.h>
+const calcops::Contract contract(R"(
+many({arguments}) -> Tensor y
+{lines}
+y  []; like x0.
+)");
+using In = calcops::View<const float, 0>;
+void many({", ".join(["In"] * 16)}, calcops::View<float, 0> y) {{ y() = 1; }}
+const calcops::Kernel cpu("many", many);
+""")
+    begin = time.monotonic()
+    many = calcops_jit.load("many", [source]).many
+    assert time.monotonic() - begin < 30  # all combinations take minutes
+    half, single = torch.tensor(0.0).half(), torch.tensor(0.0)
+    assert many(half, *[single] * 15).dtype == torch.float16
 
 
 @pytest.mark.parametrize(("name", "namespace"), [("my.op", "of_point"), ("my-op", "of_hyphen")])

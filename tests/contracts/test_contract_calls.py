@@ -103,12 +103,12 @@ def test_leading_dimensions_are_one_dimension_of_the_kernel(mine, case):
         torch.testing.assert_close(mine.columns(x), x.sum(-2))
 
 
-def test_leading_dimensions_count_as_one_position_of_an_entry(mine):
+def test_the_error_of_an_entry_counts_each_leading_dimension(mine):
     values, place = torch.randn(5, **float64), torch.randint(5, (2, 3, 4))
     assert torch.equal(mine.taken(values, place), values[place])
     place[1, 2, 3] = 5
     with pytest.raises(
-        RuntimeError, match="`place` entries 0 <= j < N = 5, got 5 at item 5, slot 3"
+        RuntimeError, match="`place` entries 0 <= j < N = 5, got 5 at dimension 0 1, item 2, slot 3"
     ):
         mine.taken(values, place)
 
@@ -279,6 +279,36 @@ def test_limits_between_sizes_and_multiples_are_checked(mine, device):
     assert mine.narrow(torch.ones(4, 2, device=device, **float64), x).shape == (3,)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_error_of_a_limit_shows_the_size_that_is_limited(mine, device):
+    row = torch.ones(3, 8, device=device, **float64)
+    assert mine.even(row, 2).shape == (3,)
+    with pytest.raises(RuntimeError, match=r"expected `columns` with 1 <= K, got \[3, 0\]$"):
+        mine.even(row[:, :0], 2)
+    with pytest.raises(RuntimeError, match="expected `columns` with M % 2 == 0, got 3$"):
+        mine.even(row, 3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("columns", "n", "message"),
+    [
+        (1, 2, r"`row` large enough for a result \[..., K - 2\], got \[5, 1\]$"),
+        (2, 0, r"`n` large enough for a result \[n - 1\], got 0$"),
+        (2, 4, r"`n` small enough for a result \[3 - n\], got 4$"),
+    ],
+)
+def test_a_result_of_a_negative_size_names_the_argument(mine, columns, n, message, device):
+    x, row = (torch.ones(shape, device=device, **float64) for shape in (7, (5, columns)))
+    with pytest.raises(RuntimeError, match="contracts::less: expected " + message):
+        mine.less(x, row, n)
+
+
+def test_a_result_may_have_a_size_of_zero(mine):
+    x, row = torch.ones(7, **float64), torch.ones(5, 2, **float64)
+    assert [rest.shape for rest in mine.less(x, row, 1)] == [(5, 0), (0,), (2,)]
+
+
 def test_limits_between_sizes_hold_in_a_compiled_graph_and_for_each_item(mine):
     compiled = torch.compile(mine.narrow, fullgraph=True, dynamic=True, backend="eager")
     x = torch.ones(5, **float64)
@@ -413,6 +443,19 @@ def test_vmap_calls_once_an_item_where_a_contract_cannot_join_them(mine, name, s
     assert torch.equal(vmap(call)(x), torch.stack([call(item) for item in x]))
 
 
+def test_vmap_calls_once_an_item_where_no_entries_tie_a_joined_size_to_the_result(mine):
+    z, code = torch.randn(2, 3, **float64), torch.randn(2, 4, **float64)
+    expected = (z[:, :, None] - code[:, None, :]).abs().amin(2)
+    assert torch.equal(vmap(mine.nearest)(z, code), expected)
+    assert torch.equal(vmap(mine.raised, (0, None))(z, 5), z + 5)
+
+
+def test_vmap_joins_a_size_that_entries_tie_to_the_result(mine):
+    tables, indices = torch.randn(5, 7, 2, **float64), torch.randint(-1, 7, (5, 3, 4))
+    graph = make_fx(vmap(mine.looked_up))(tables, indices)
+    assert sum("looked_up" in str(node.target) for node in graph.graph.nodes) == 1
+
+
 def test_a_result_like_an_absent_tensor_has_the_first_dtype(mine):
     next = torch.tensor([1, 0])
     assert mine.default_type(next).dtype == torch.float32
@@ -452,11 +495,12 @@ def test_another_shape_may_have_eight_dimensions(mine):
     torch.testing.assert_close(mine.total(x[..., None]), x.sum())
 
 
-def test_another_shape_of_fewer_numbers_never_reaches_the_kernel(mine):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_another_shape_of_fewer_numbers_is_refused_on_every_device(mine, device):
     with pytest.raises(
         RuntimeError, match=r"shapes \[N, 3\] or \[N\] of `x` differ in their number"
     ):
-        mine.unequal(torch.ones(6, **float64))
+        mine.unequal(torch.ones(6, device=device, **float64))
 
 
 @pytest.mark.parametrize("name", ["running_sum", "matrix_product", "gather_rows", "pair_energy"])
@@ -575,6 +619,27 @@ def test_a_result_that_is_rounded_to_integers_has_no_derivative(mine):
 def test_a_number_as_a_gradient_is_an_error(mine):
     with pytest.raises(RuntimeError, match="negated: expected tensors from the formula of its"):
         mine.negated(torch.ones(2, requires_grad=True, **float64)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (0, "mistaken: expected the formula of its derivative to set .* got index 2"),
+        (1, "mistaken: expected the formula of its derivative to set .* got index 1"),
+        (2, r"expected `other` of aten::mul.Scalar.* got an element behind the end of a formula's"),
+        (3, r"expected `other` of aten::mul.Scalar.* got an element behind the end of a formula's"),
+        (4, r"expected `memory_format` of aten::clone.* got an element behind the end of a"),
+        (5, "mistaken: a negative distance"),
+        (6, "mistaken: its source threw what is no std::exception"),
+    ],
+)
+def test_a_mistake_in_a_formula_or_in_its_kernels_is_an_error(mine, mistake, message):
+    x = torch.ones(2, requires_grad=True, **float64)
+    y = mine.mistaken(x, mistake)
+    with pytest.raises(RuntimeError, match=message):
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match=message):
+        jvp(lambda x: mine.mistaken(x, mistake), (x.detach(),), (x.detach(),))
 
 
 # ---- Value ---------------------------------------------------------------------------------------
