@@ -180,9 +180,10 @@ class Prover {
     const std::string allowed = kAllowed[int(kind)];
     for (const std::string& clause : line.clauses)
       if (allowed.find(clause) == std::string::npos)
-        fail(line, "a clause of the kind `" + clause + "`, but in " + op.schema.name +
-                       " the argument is a " + argument.real_type()->str() + ", which has " +
-                       (allowed.empty() ? "text" : "clauses of the kind " + allowed) + " only");
+        fail(line, "a clause of the kind `" + clause + "`, but its type in " + op.schema.name +
+                       " is " + argument.real_type()->str() + ", which has " +
+                       (allowed.empty() ? "text" : "clauses of the kind " + allowed) + " only" +
+                       (allowed == "bounds" ? ", such as 0 to 1" : ""));
     if (kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
       fail(line, "expected its shape, such as [N, 3]");
     if (kind == Kind::kString && line.choices.empty() && !op.is_composition)
@@ -261,7 +262,11 @@ class Prover {
       Line& line = text_.lines[i];
       check_clauses(op, line, argument);
       check_default(schema, line, argument);
-      if (kind == Kind::kInt) line.size = text_.size(line.name);
+      const int size = text_.size(line.name);
+      if (size >= 0 && kind != Kind::kInt)
+        fail(line, "a size of a shape has this name, so its type is int, but in " + schema.name +
+                       " it is " + argument.real_type()->str());
+      line.size = size;
     }
     operators.push_back(std::move(op));
   }
@@ -295,12 +300,24 @@ class Prover {
   }
 
   // ---- sizes ------------------------------------------------------------------------------------
+      check_clauses(op, line, result);
 
   // Return the sizes that are known once a tensor was checked. `known` are known before. A
   // dimension may set one size, if it has the form n + ... with known other sizes.
+      if (!op.is_composition && !has_one_dtype(op, line))
+        fail(line, "no argument of " + schema.name +
+                       " selects one of its dtypes; "
+                       "write one dtype, or `like x` for an argument x");
   uint32_t known_after(const Signature& op, const Line& line, uint32_t known) const {
     uint32_t common = line.any_shape ? known : ~0u;
     for (const Shape& shape : line.shapes) {
+  // Return whether a call determines the dtype of a result.
+  bool has_one_dtype(const Signature& op, const Line& result) const {
+    if (text_.lines[result.group].types.size() == 1) return true;
+    return std::any_of(op.lines.begin(), op.lines.end(),
+                       [&](int i) { return i >= 0 && text_.lines[i].group == result.group; });
+  }
+
       uint32_t after = known;
       for (const Sum& dim : shape) after |= set_by(op, line, dim, after);
       if (line.whole >= 0 && !(sizes_of(line.parts) & ~after)) after |= 1u << line.whole;

@@ -27,7 +27,7 @@ def tensors(schema, **lines):
 OPTIONAL = {
     f"an optional {kind} with a clause": (
         f"composition f\nf(Tensor x, {kind}? k) -> Tensor\nx  [N]; float64.\nk  {clause}.",
-        f"in f the argument is a {kind}?",
+        f"but its type in f is {kind}?",
     )
     for kind, clause in [("bool", ">= 0"), ("str", '"a" or "b"')]
 }
@@ -72,6 +72,12 @@ RIGHT = {
         z="[N + M]; like x.",
         y="[N]; like x.",
         vmap="joins N",
+    ),
+    "a result of which an optional argument has the dtypes": tensors(
+        "f(Tensor k, Tensor? x=None) -> Tensor y",
+        k="[N]; int32.",
+        x="[N]; like y.",
+        y="[N]; float32 or float64.",
     ),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
     "tabs": "\t\n" + contract("[N]; float64.").replace("  ", "\t"),
@@ -167,7 +173,7 @@ WRONG_NUMBERS = {
     'str s: "a" or "b.': 'expected a string in quotation marks, got `"b.`',
     'str s: "a" or "a".': "the same twice",
     "float t: not a clause.": "text that begins with a capital letter, got `not`",
-    "int k: like x.": "`k`: a clause of the kind `like`, but in f the argument is a int",
+    "int k: like x.": "`k`: a clause of the kind `like`, but its type in f is int",
     'int k: "a" or "b".': "a clause of the kind `strings`",
     "int k: (h, w).": "got `(` in `(h, w)`",
     "float t: > 0. and < 1.": "text begins with a capital letter, got `and < 1.`",
@@ -180,7 +186,7 @@ WRONG_NUMBERS = {
     "bool? k: Text.": "write a default that means none, such as False",
     "str? k: Text.": "kernels take no str? `k`; write a default that means none",
     "int k: <= N.": "| n <= N, in the line of a tensor",
-    "bool k: 0 to 1.": "in f the argument is a bool, which has text only",
+    "bool k: 0 to 1.": "its type in f is bool, which has text only",
     "float k: float32.": "which has clauses of the kind bounds only",
     "Scalar k: Text.": "kernels take no Scalar `k`",
     "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
@@ -205,6 +211,10 @@ f(Tensor x, int k) -> Tensor y | x [N]; float64. | k only where m is "a". | y [N
     expected a clause, or text that begins with a capital letter, got `only`
 f(Tensor x, int k) -> Tensor y | x [N]; float64; N < 2^3 where k is large. | k >= 0. | y [N]; like x.
     expected `;`, or the full stop that ends the clauses, got `where`
+    "int? N: >= 1.": "`N`: a size of a shape has this name, so its type is int, but in f it is int?",
+    "float N: > 1.": "so its type is int, but in f it is float",
+    "int[] N: Text.": "so its type is int, but in f it is int[]",
+    "Tensor N: [N]; like x.": "so its type is int, but in f it is Tensor",
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | linaer y(x)
     expected a clause, or text that begins with a capital letter, got `y`
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | z [N]; float64.
@@ -245,6 +255,16 @@ f(Tensor x) -> Tensor y | g(Tensor x, Tensor z) -> Tensor y | x [N]; float64. | 
     has the size M in f
 f(Tensor x, Tensor z) -> Tensor y | x [N + M]; float64. | z [M]; like x. | y [N]; like x.
     cannot determine N, M; write it below the line of `z`, which has M
+g(Tensor x, int N) -> Tensor y | f(Tensor x, int? N) -> Tensor y | x [N]; float64. | N >= 1. | y [N]; like x.
+    line 4: `N`: a size of a shape has this name, so its type is int, but in f it is int?
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; >= 0.
+    line 3: `y`: a clause of the kind `bounds`, but its type in f is Tensor
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; "a" or "b".
+    line 3: `y`: a clause of the kind `strings`, but its type in f is Tensor
+f(Tensor x) -> Tensor y | x [N]; float32 or float64. | y [N]; float32 or float64.
+    line 3: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
+f(Tensor x) -> Tensor y | g(Tensor x, Tensor w) -> Tensor y | x [N]; int64. | w [N]; float32 or float64. | y [N]; like w.
+    line 5: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N] or [N, 1]; like x.
     a result has one shape
 f(Tensor x) -> int | x [N]; float64.
