@@ -432,9 +432,19 @@ class Prover {
   std::string hindrance_of(const Signature& op, const Signature& other) const {
     if (op.is_composition || other.is_composition) return "a composition has no kernels";
     if (&op == &other) return "they are its own";
+    for (const Sharing& other : text_.sharings)
+      if (other.user == sharing.owner)
+        refuse("the kernels of " + sharing.owner + " are those of " + other.owner + "; write `" +
+               sharing.user + " of " + other.owner + '`');
     const auto &results = op.result_lines, &others = other.result_lines;
     if (results.size() > others.size() ||
         !std::equal(results.begin(), results.end(), others.begin()))
+  // Return whether kernels that take the second kind can be given the first one.
+  static bool converts(Kind from, Kind to) {
+    return from == to || (from == Kind::kInt && to == Kind::kOptionalInt) ||
+           (from == Kind::kFloat && to == Kind::kOptionalFloat);
+  }
+
       return "its results are not the first ones of these";
     const bool computes_all = op.mask < 0 && results.size() == others.size();
     if (!computes_all && other.mask < 0)
@@ -456,6 +466,8 @@ class Prover {
         // The default may be another number than the tensors' size.
         if (line.size >= 0 && sizes >> line.size & 1)
           return "they need `" + line.name + "`, which is a size of its tensors";
+        if (!converts(op.kind(i), other.kind(i)))
+          return "they take `" + line.name + "` as " + other.at_line(i).real_type()->str();
       }
     }
     return "";

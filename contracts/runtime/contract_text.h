@@ -381,6 +381,16 @@ class Reader {
 
   template <class Number>
   Number number_in(const std::string& digits) const {
+  // Read a name such as `force` or `mine::force`.
+  std::string take_operator(const char* what) {
+    std::string name = take_name(what);
+    if (accept(":")) {
+      require(":");
+      name += "::" + take_name(what);
+    }
+    return name;
+  }
+
     Number number = 0;
     const char* const end = digits.data() + digits.size();
     const auto [read, error] = std::from_chars(digits.data(), end, number);
@@ -511,13 +521,13 @@ class Reader {
 
   void read_kernels() {
     form_ = "force, force_virial of _force_virial";
-    if (!text_.sharings.empty()) fail("a second line");
+    if (!text_.sharings.empty()) fail("a second line, where `;` would continue the first one,");
     do {
       clause_ = next_;
       std::vector<std::string> users;
-      read_list([&] { add_new(users, take_name("an operator")); });
+      read_list([&] { add_new(users, take_operator("an operator")); });
       require("of");
-      const std::string owner = take_name("the operator that has the kernels");
+      const std::string owner = take_operator("the operator that has the kernels");
       for (const std::string& user : users) text_.sharings.push_back({user, owner, number_});
     } while (accept(";"));
   }

@@ -79,6 +79,20 @@ RIGHT = {
         x="[N]; like y.",
         y="[N]; float32 or float64.",
     ),
+    "kernels that take an optional number": tensors(
+        "f(Tensor x, int a, float b) -> Tensor y\ng(Tensor x, int? a, float? b) -> Tensor y",
+        x="[N]; float64.",
+        a="> 0.",
+        b="> 0.",
+        y="[N]; like x.",
+        kernels="f of g",
+    ),
+    "kernels of an operator with a namespace": tensors(
+        "mine::f(Tensor x) -> Tensor y\nmine::g(Tensor x) -> Tensor y",
+        x="[N]; float64.",
+        y="[N]; like x.",
+        kernels="mine::f of mine::g",
+    ),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
     "tabs": "\t\n" + contract("[N]; float64.").replace("  ", "\t"),
     "a dtype that only an optional tensor has": tensors(
@@ -197,6 +211,10 @@ f(Tensor x, Tensor e) -> Tensor y | x [N]; float64. | e any shape; int64; entrie
     `at` names the dimensions of entries
 f(Tensor w, Tensor? x=None) -> Tensor x | w [N]; float64. | x [N]; like w.
     a result is always there
+    "int? N: >= 1.": "`N`: a size of a shape has this name, so its type is int, but in f it is int?",
+    "float N: > 1.": "so its type is int, but in f it is float",
+    "int[] N: Text.": "so its type is int, but in f it is int[]",
+    "Tensor N: [N]; like x.": "so its type is int, but in f it is Tensor",
 f(Tensor x) -> Tensor y | x [N]; int64. entries 0 <= j < N at row. | y [N]; like x.
     text begins with a capital letter, got `entries 0 <= j < N a`
 f(Tensor x, Tensor? e) -> Tensor y | x [N]; float64. | e any shape; int64; entries 0 <= j < N; 0 where absent. | y [N]; like x.
@@ -211,10 +229,6 @@ f(Tensor x, int k) -> Tensor y | x [N]; float64. | k only where m is "a". | y [N
     expected a clause, or text that begins with a capital letter, got `only`
 f(Tensor x, int k) -> Tensor y | x [N]; float64; N < 2^3 where k is large. | k >= 0. | y [N]; like x.
     expected `;`, or the full stop that ends the clauses, got `where`
-    "int? N: >= 1.": "`N`: a size of a shape has this name, so its type is int, but in f it is int?",
-    "float N: > 1.": "so its type is int, but in f it is float",
-    "int[] N: Text.": "so its type is int, but in f it is int[]",
-    "Tensor N: [N]; like x.": "so its type is int, but in f it is Tensor",
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | linaer y(x)
     expected a clause, or text that begins with a capital letter, got `y`
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | z [N]; float64.
@@ -241,6 +255,16 @@ f(Tensor x, Tensor z) -> Tensor y | x [N]; like z. | z [N]; float64. | y [N]; li
     `y`: `like` is for a tensor that has dtypes
 f(Tensor x, int k) -> Tensor y | x [N]; like k. | k >= 0. | y [N]; like x.
     no tensor is named k
+g(Tensor x, int N) -> Tensor y | f(Tensor x, int? N) -> Tensor y | x [N]; float64. | N >= 1. | y [N]; like x.
+    line 4: `N`: a size of a shape has this name, so its type is int, but in f it is int?
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; >= 0.
+    line 3: `y`: a clause of the kind `bounds`, but its type in f is Tensor
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; "a" or "b".
+    line 3: `y`: a clause of the kind `strings`, but its type in f is Tensor
+f(Tensor x) -> Tensor y | x [N]; float32 or float64. | y [N]; float32 or float64.
+    line 3: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
+f(Tensor x) -> Tensor y | g(Tensor x, Tensor w) -> Tensor y | x [N]; int64. | w [N]; float32 or float64. | y [N]; like w.
+    line 5: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
 f(Tensor x) -> Tensor y | x [N]; float64. | y [...]; like x.
     no argument that is always given has the size `...` in f
 f(Tensor x, Tensor? z) -> Tensor y | x [N]; float64. | z [..., N]; like x. | y [...]; like x.
@@ -255,16 +279,6 @@ f(Tensor x) -> Tensor y | g(Tensor x, Tensor z) -> Tensor y | x [N]; float64. | 
     has the size M in f
 f(Tensor x, Tensor z) -> Tensor y | x [N + M]; float64. | z [M]; like x. | y [N]; like x.
     cannot determine N, M; write it below the line of `z`, which has M
-g(Tensor x, int N) -> Tensor y | f(Tensor x, int? N) -> Tensor y | x [N]; float64. | N >= 1. | y [N]; like x.
-    line 4: `N`: a size of a shape has this name, so its type is int, but in f it is int?
-f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; >= 0.
-    line 3: `y`: a clause of the kind `bounds`, but its type in f is Tensor
-f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; "a" or "b".
-    line 3: `y`: a clause of the kind `strings`, but its type in f is Tensor
-f(Tensor x) -> Tensor y | x [N]; float32 or float64. | y [N]; float32 or float64.
-    line 3: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
-f(Tensor x) -> Tensor y | g(Tensor x, Tensor w) -> Tensor y | x [N]; int64. | w [N]; float32 or float64. | y [N]; like w.
-    line 5: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N] or [N, 1]; like x.
     a result has one shape
 f(Tensor x) -> int | x [N]; float64.
@@ -329,6 +343,14 @@ def wrong_contracts():
     for line, message in WRONG_TENSORS.items():
         yield contract(line), message
     for argument, message in WRONG_NUMBERS.items():
+f(Tensor x, int k) -> Tensor y | g(Tensor x, float k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
+    f cannot use those of g: they take `k` as float
+f(Tensor x, int? k) -> Tensor y | g(Tensor x, float? k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
+    f cannot use those of g: they take `k` as float?
+f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | h(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of g; g of h
+    the kernels of g are those of h; write `f of h`
+f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of g | kernels g of f
+    line 6: `kernels`: a second line, where `;` would continue the first one
         schema, _, line = argument.partition(": ")
         name = schema.split()[-1].partition("=")[0]
         yield contract(n=schema, **{name: line}), message
