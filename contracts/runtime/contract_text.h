@@ -276,7 +276,12 @@ class Reader {
   // ---- tokens -----------------------------------------------------------------------------------
 
   static bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)); }
-  static bool is_capital(char c) { return std::isupper(static_cast<unsigned char>(c)); }
+  // Return whether text may begin with a byte: a capital letter, or a letter that is not ASCII.
+  // 0xc2 and 0xe2 begin signs such as ± and ≤.
+  static bool begins_text(char c) {
+    const unsigned char byte = static_cast<unsigned char>(c);
+    return std::isupper(byte) || (byte >= 0xc3 && byte != 0xe2);
+  }
   static bool is_digit(char c) { return std::isdigit(static_cast<unsigned char>(c)); }
   static bool is_name_part(char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
@@ -376,11 +381,6 @@ class Reader {
   template <class Item>
   void read_list(const Item& item) {
     do item();
-    while (accept(",") ? (accept("or"), true) : accept("or"));
-  }
-
-  template <class Number>
-  Number number_in(const std::string& digits) const {
   // Read a name such as `force` or `mine::force`.
   std::string take_operator(const char* what) {
     std::string name = take_name(what);
@@ -391,6 +391,11 @@ class Reader {
     return name;
   }
 
+    while (accept(",") ? (accept("or"), true) : accept("or"));
+  }
+
+  template <class Number>
+  Number number_in(const std::string& digits) const {
     Number number = 0;
     const char* const end = digits.data() + digits.size();
     const auto [read, error] = std::from_chars(digits.data(), end, number);
@@ -478,7 +483,9 @@ class Reader {
     std::string documentation;
     for (size_t at = stop; at < end_; at = next_line(at)) {
       const std::string line = text(at, next_line(at));
-      documentation += line.size() > 2 ? line.substr(2) : "\n";
+      const size_t first = line.find_first_not_of(" \t\r\n");
+      if (indentation == std::string::npos) indentation = first;
+      documentation += first < line.size() ? line.substr(std::min(indentation, first)) : "\n";
     }
     const size_t end = documentation.find("\n\n");
     const std::string details = end == std::string::npos ? "" : documentation.substr(end + 2);
@@ -486,20 +493,26 @@ class Reader {
       if (other.name == name_) fail("a second schema");
     text_.schemas.push_back({joined(text(begin_, stop)), name_,
                              joined(documentation.substr(0, end)), trimmed(details), number_});
+    size_t indentation = std::string::npos;  // of the first line
   }
 
   // Read the line of an argument or a result, or `kernels` or `vmap`.
   void read_entry() {
-    const bool is_of_operators = name_ == "kernels" || name_ == "vmap";
+    const bool has_operators = is_of_operators(name_);
     size_t at = skip_spaces(begin_ + name_.size());
-    if (is_of_operators || (at < end_ && !is_capital(source_[at]))) {
+    if (has_operators || (at < end_ && !begins_text(source_[at]))) {
       do {
         tokens_.push_back(token_at(skip_spaces(at)));
         at = tokens_.back().end;
       } while (tokens_.back().kind != Token::kEnd);
     }
+  // Return whether a line with a name is no argument's.
+  static bool is_of_operators(const std::string& name) {
+    return name == "kernels" || name == "vmap";
+  }
+
     next_ = clause_ = 0;
-    if (is_of_operators) {
+    if (has_operators) {
       name_ == "vmap" ? read_vmap() : read_kernels();
     } else {
       if (text_.line(name_) >= 0) fail("a second line");
@@ -545,7 +558,7 @@ class Reader {
 
   // Raise an error if text reads like a clause, so that no clause is taken for text.
   void check_text(size_t at) {
-    if (at < end_ && !is_capital(source_[at])) {
+    if (at < end_ && !begins_text(source_[at])) {
       size_t end = std::min(at + 20, end_);
       while ((source_[end] & 0xc0) == 0x80) ++end;  // of a character of several bytes
       fail("text begins with a capital letter, got `" + joined(text(at, end)) + '`');
@@ -593,23 +606,27 @@ class Reader {
            (end.kind == Token::kNumber || end.text == "-");
   }
 
-  // Raise an error if a line of a schema's documentation is that of an argument or of `vmap`.
+  // Raise an error if a line of a schema's documentation is another line of the contract.
   void check_documentation(size_t at, size_t end) {
     for (; at < end; at = next_line(at)) {
       end_ = next_line(at);
       const Token name = token_at(skip_spaces(at));
-      if (name.text != "vmap" && text_.line(name.text) < 0) continue;
+      const bool has_operators = is_of_operators(name.text);
+      if (!has_operators && text_.line(name.text) < 0) continue;
       size_t next = name.end;
       for (tokens_.clear(); tokens_.size() < 3; next = tokens_.back().end)
         tokens_.push_back(token_at(skip_spaces(next)));
       next_ = 0;
       const std::string gap = text(name.end, tokens_[0].begin);
       const bool is_column = gap.size() > 1 || gap == "\t";
-      if (tokens_[0].kind != Token::kEnd && (is_column || (!gap.empty() && begins_clause()))) {
+      const bool is_clause =
+          has_operators ? is_next("joins") || is_operator(peek().text) : begins_clause();
+      if (tokens_[0].kind != Token::kEnd && (is_column || (!gap.empty() && is_clause))) {
         number_ = line_number(at);
         tokens_.clear();
         fail("documentation that reads like the line of `" + name.text +
-             "`, which begins in the first column");
+             "`; write that line in the first column, or begin the documentation's with another "
+             "word");
       }
     }
     tokens_.clear();
@@ -639,6 +656,11 @@ class Reader {
     else if (is(accept("any"), "shape", "any shape"))
       read_any_shape(line);
     else if (is(accept("like"), "like", "like x"))
+  bool is_operator(const std::string& name) const {
+    return std::any_of(text_.schemas.begin(), text_.schemas.end(),
+                       [&](const Schema& schema) { return schema.name == name; });
+  }
+
       line.like = take_name("the name of a tensor");
     else if (is(accept("entries"), "entries", "entries -1 or 0 <= j < n at row, slot"))
       read_entries(line);

@@ -73,6 +73,9 @@ RIGHT = {
         y="[N]; like x.",
         vmap="joins N",
     ),
+    "text that begins with a letter that is not ASCII": contract(
+        "[N]; float64. Écart.", n="float t", t="Σ of x."
+    ),
     "a result of which an optional argument has the dtypes": tensors(
         "f(Tensor k, Tensor? x=None) -> Tensor y",
         k="[N]; int32.",
@@ -208,13 +211,13 @@ WRONG_NUMBERS = {
 # A contract, with bars between its lines, and below it the message.
 WRONG_CONTRACTS = """
 f(Tensor x, Tensor e) -> Tensor y | x [N]; float64. | e any shape; int64; entries 0 <= j < N at row. | y [N]; like x.
-    `at` names the dimensions of entries
-f(Tensor w, Tensor? x=None) -> Tensor x | w [N]; float64. | x [N]; like w.
-    a result is always there
     "int? N: >= 1.": "`N`: a size of a shape has this name, so its type is int, but in f it is int?",
     "float N: > 1.": "so its type is int, but in f it is float",
     "int[] N: Text.": "so its type is int, but in f it is int[]",
     "Tensor N: [N]; like x.": "so its type is int, but in f it is Tensor",
+    `at` names the dimensions of entries
+f(Tensor w, Tensor? x=None) -> Tensor x | w [N]; float64. | x [N]; like w.
+    a result is always there
 f(Tensor x) -> Tensor y | x [N]; int64. entries 0 <= j < N at row. | y [N]; like x.
     text begins with a capital letter, got `entries 0 <= j < N a`
 f(Tensor x, Tensor? e) -> Tensor y | x [N]; float64. | e any shape; int64; entries 0 <= j < N; 0 where absent. | y [N]; like x.
@@ -252,9 +255,6 @@ f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins N | vmap
 x [N]; float64.
     expected a schema
 f(Tensor x, Tensor z) -> Tensor y | x [N]; like z. | z [N]; float64. | y [N]; like x.
-    `y`: `like` is for a tensor that has dtypes
-f(Tensor x, int k) -> Tensor y | x [N]; like k. | k >= 0. | y [N]; like x.
-    no tensor is named k
 g(Tensor x, int N) -> Tensor y | f(Tensor x, int? N) -> Tensor y | x [N]; float64. | N >= 1. | y [N]; like x.
     line 4: `N`: a size of a shape has this name, so its type is int, but in f it is int?
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; >= 0.
@@ -265,6 +265,9 @@ f(Tensor x) -> Tensor y | x [N]; float32 or float64. | y [N]; float32 or float64
     line 3: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
 f(Tensor x) -> Tensor y | g(Tensor x, Tensor w) -> Tensor y | x [N]; int64. | w [N]; float32 or float64. | y [N]; like w.
     line 5: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
+    `y`: `like` is for a tensor that has dtypes
+f(Tensor x, int k) -> Tensor y | x [N]; like k. | k >= 0. | y [N]; like x.
+    no tensor is named k
 f(Tensor x) -> Tensor y | x [N]; float64. | y [...]; like x.
     no argument that is always given has the size `...` in f
 f(Tensor x, Tensor? z) -> Tensor y | x [N]; float64. | z [..., N]; like x. | y [...]; like x.
@@ -340,9 +343,6 @@ def wrong_contracts():
         contract(f"[{', '.join(f'N{i}' for i in range(30))}]; float64."),
         "line 2: `x`: more than 24 sizes",
     )
-    for line, message in WRONG_TENSORS.items():
-        yield contract(line), message
-    for argument, message in WRONG_NUMBERS.items():
 f(Tensor x, int k) -> Tensor y | g(Tensor x, float k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
     f cannot use those of g: they take `k` as float
 f(Tensor x, int? k) -> Tensor y | g(Tensor x, float? k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
@@ -351,6 +351,17 @@ f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | h(Tensor x) -> Tensor y | x 
     the kernels of g are those of h; write `f of h`
 f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of g | kernels g of f
     line 6: `kernels`: a second line, where `;` would continue the first one
+f(Tensor x) -> Tensor y |   kernels f of g | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 2: documentation that reads like the line of `kernels`; write that line in the first
+f(Tensor x) -> Tensor y |   kernels  on CUDA. | x [N]; float64. | y [N]; like x.
+    line 2: documentation that reads like the line of `kernels`
+f(Tensor x) -> Tensor y |   vmap joins N | x [N]; float64. | y [N]; like x.
+    line 2: documentation that reads like the line of `vmap`
+f(Tensor x) -> Tensor y |   y  = 2 x | x [N]; float64. | y [N]; like x.
+    or begin the documentation's with another word
+    for line, message in WRONG_TENSORS.items():
+        yield contract(line), message
+    for argument, message in WRONG_NUMBERS.items():
         schema, _, line = argument.partition(": ")
         name = schema.split()[-1].partition("=")[0]
         yield contract(n=schema, **{name: line}), message
@@ -416,11 +427,17 @@ WRONG_KERNELS = {
 
 
 @pytest.fixture(scope="module")
-def read():
-    """Return the function that reads a contract and returns "ok" or the error."""
+def read_contracts():
+    """Return the library that reads contracts."""
     source = Path(__file__).parent / "read_contracts.cpp"
     include = ROOT / "contracts" / "runtime"
-    return calcops_jit.load("read_contracts", [source], extra_include_paths=[include]).read
+    return calcops_jit.load("read_contracts", [source], extra_include_paths=[include])
+
+
+@pytest.fixture(scope="module")
+def read(read_contracts):
+    """Return the function that reads a contract and returns "ok" or the error."""
+    return read_contracts.read
 
 
 @pytest.mark.parametrize("case", [*RIGHT, *RIGHT_KERNELS])
@@ -501,3 +518,12 @@ def test_a_wrong_contract_is_refused_with_its_line_and_reason(text, message, rea
     answer = read(text).replace("\n", " ")
     assert answer.startswith("line ")
     assert message in answer
+    "Runs the\n  kernels of another operator.",
+@pytest.mark.parametrize("indentation", [" ", "  ", "\t", "        "])
+def test_documentation_loses_the_indentation_of_its_first_line(indentation, read_contracts):
+    lines = ["Summary.", "", "A list", "  of rows,", "", "and its end."]
+    documentation = "\n".join(line and indentation + line for line in lines)
+    text = contract().replace("\nx ", f"\n{documentation}\nx ", 1)
+    assert read_contracts.details(text) == "\n".join(lines[2:])
+
+
