@@ -213,7 +213,10 @@ class Prover {
     try {
       return torch::schema(schema.text.c_str());
     } catch (const c10::Error& error) {
-      throw Mistake(schema.number, error.what_without_backtrace());
+      const std::string what = error.what_without_backtrace();
+      if (what.find("follows default argument") != std::string::npos)
+        fail(schema, "arguments without a default come first");
+      throw Mistake(schema.number, what);
     } catch (const std::exception& error) {  // PyTorch 2.10's parser has an error of its own
       throw Mistake(schema.number, error.what());
     }
@@ -297,20 +300,17 @@ class Prover {
       if (!op.is_composition && (line.has_entries() || !line.limits.empty() || line.is_constant))
         fail(line, "entries, limits and `constant` are for arguments");
     }
+      check_clauses(op, line, result);
   }
 
   // ---- sizes ------------------------------------------------------------------------------------
-      check_clauses(op, line, result);
-
-  // Return the sizes that are known once a tensor was checked. `known` are known before. A
-  // dimension may set one size, if it has the form n + ... with known other sizes.
       if (!op.is_composition && !has_one_dtype(op, line))
         fail(line, "no argument of " + schema.name +
                        " selects one of its dtypes; "
                        "write one dtype, or `like x` for an argument x");
-  uint32_t known_after(const Signature& op, const Line& line, uint32_t known) const {
-    uint32_t common = line.any_shape ? known : ~0u;
-    for (const Shape& shape : line.shapes) {
+
+  // Return the sizes that are known once a tensor was checked. `known` are known before. A
+  // dimension may set one size, if it has the form n + ... with known other sizes.
   // Return whether a call determines the dtype of a result.
   bool has_one_dtype(const Signature& op, const Line& result) const {
     if (text_.lines[result.group].types.size() == 1) return true;
@@ -318,6 +318,9 @@ class Prover {
                        [&](int i) { return i >= 0 && text_.lines[i].group == result.group; });
   }
 
+  uint32_t known_after(const Signature& op, const Line& line, uint32_t known) const {
+    uint32_t common = line.any_shape ? known : ~0u;
+    for (const Shape& shape : line.shapes) {
       uint32_t after = known;
       for (const Sum& dim : shape) after |= set_by(op, line, dim, after);
       if (line.whole >= 0 && !(sizes_of(line.parts) & ~after)) after |= 1u << line.whole;
@@ -429,22 +432,22 @@ class Prover {
   }
 
   // Return why an operator cannot use the kernels of another one, or "".
-  std::string hindrance_of(const Signature& op, const Signature& other) const {
-    if (op.is_composition || other.is_composition) return "a composition has no kernels";
-    if (&op == &other) return "they are its own";
     for (const Sharing& other : text_.sharings)
       if (other.user == sharing.owner)
         refuse("the kernels of " + sharing.owner + " are those of " + other.owner + "; write `" +
                sharing.user + " of " + other.owner + '`');
-    const auto &results = op.result_lines, &others = other.result_lines;
-    if (results.size() > others.size() ||
-        !std::equal(results.begin(), results.end(), others.begin()))
+  std::string hindrance_of(const Signature& op, const Signature& other) const {
+    if (op.is_composition || other.is_composition) return "a composition has no kernels";
+    if (&op == &other) return "they are its own";
   // Return whether kernels that take the second kind can be given the first one.
   static bool converts(Kind from, Kind to) {
     return from == to || (from == Kind::kInt && to == Kind::kOptionalInt) ||
            (from == Kind::kFloat && to == Kind::kOptionalFloat);
   }
 
+    const auto &results = op.result_lines, &others = other.result_lines;
+    if (results.size() > others.size() ||
+        !std::equal(results.begin(), results.end(), others.begin()))
       return "its results are not the first ones of these";
     const bool computes_all = op.mask < 0 && results.size() == others.size();
     if (!computes_all && other.mask < 0)
@@ -463,11 +466,11 @@ class Prover {
         const bool is_optional = other.kind(i) == Kind::kTensor && other.may_be_absent(i);
         if (!other.at_line(i).default_value() && !is_optional)
           return "they need `" + line.name + "`, which has no default";
+        if (!converts(op.kind(i), other.kind(i)))
+          return "they take `" + line.name + "` as " + other.at_line(i).real_type()->str();
         // The default may be another number than the tensors' size.
         if (line.size >= 0 && sizes >> line.size & 1)
           return "they need `" + line.name + "`, which is a size of its tensors";
-        if (!converts(op.kind(i), other.kind(i)))
-          return "they take `" + line.name + "` as " + other.at_line(i).real_type()->str();
       }
     }
     return "";

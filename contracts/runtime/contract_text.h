@@ -211,6 +211,17 @@ inline std::string word_meant_by(const std::string& wrong) {
       least = edits;
     }
   return nearest;
+// Return whether a word is a keyword of Python, which neither calls nor the code of torch.compile
+// can have as a name. True, False and None may be defaults, and PyTorch refuses them as names.
+inline bool is_keyword(const std::string& word) {
+  static constexpr const char* kKeywords[] = {
+      "and",    "as",   "assert", "async",  "await",  "break",   "class",    "continue",
+      "def",    "del",  "elif",   "else",   "except", "finally", "for",      "from",
+      "global", "if",   "import", "in",     "is",     "lambda",  "nonlocal", "not",
+      "or",     "pass", "raise",  "return", "try",    "while",   "with",     "yield"};
+  return std::find(std::begin(kKeywords), std::end(kKeywords), word) != std::end(kKeywords);
+}
+
 }
 
 class Reader {
@@ -222,9 +233,9 @@ class Reader {
     while (end_ < source_.size()) {
       begin_ = end_;
       number_ = line_number(begin_);
-      // Indented and empty lines continue a line.
+      // Indented and empty lines continue a line. So does the `)` of a schema.
       do end_ = next_line(end_);
-      while (is_space(source_[end_]));
+      while (is_space(source_[end_]) || source_[end_] == ')');
       name_ = source_.substr(begin_, source_.find_first_of(" \t\r(\n", begin_) - begin_);
       if (begin_ > 0 && source_[begin_ - 1] != '\n')
         fail("expected a schema or the name of an argument at the line's beginning");
@@ -370,6 +381,16 @@ class Reader {
     return tokens_[next_++].text;
   }
 
+  // Read a name such as `force` or `mine::force`.
+  std::string take_operator(const char* what) {
+    std::string name = take_name(what);
+    if (accept(":")) {
+      require(":");
+      name += "::" + take_name(what);
+    }
+    return name;
+  }
+
   std::string take_name(const char* what) { return take(Token::kName, what); }
 
   // Return the text from a token to the last one that was taken.
@@ -381,16 +402,6 @@ class Reader {
   template <class Item>
   void read_list(const Item& item) {
     do item();
-  // Read a name such as `force` or `mine::force`.
-  std::string take_operator(const char* what) {
-    std::string name = take_name(what);
-    if (accept(":")) {
-      require(":");
-      name += "::" + take_name(what);
-    }
-    return name;
-  }
-
     while (accept(",") ? (accept("or"), true) : accept("or"));
   }
 
@@ -477,8 +488,10 @@ class Reader {
     if (arrow >= end_) fail("expected `-> ` and the results behind the arguments");
     size_t results = source_.find_first_not_of(" \n", arrow + 2);
     if (results < end_ && source_[results] == '(') results = source_.find(')', results);
+    check_names(stop);
     const size_t stop = results < end_ ? next_line(results) : end_;
 
+    size_t indentation = std::string::npos;  // of the first line
     documentation_.emplace_back(stop, end_);
     std::string documentation;
     for (size_t at = stop; at < end_; at = next_line(at)) {
@@ -493,7 +506,25 @@ class Reader {
       if (other.name == name_) fail("a second schema");
     text_.schemas.push_back({joined(text(begin_, stop)), name_,
                              joined(documentation.substr(0, end)), trimmed(details), number_});
-    size_t indentation = std::string::npos;  // of the first line
+  // Raise an error if a schema, which ends at `stop`, has a name that cannot be used.
+  void check_names(size_t stop) const {
+    for (size_t at = begin_; at < stop; at = skip_spaces(at)) {
+      const Token token = token_at(at);
+      at = token.end;
+      if (token.text == "'") at = std::min(source_.find('\'', at), stop) + 1;  // a string
+      if (token.kind != Token::kName) continue;
+      if (is_keyword(token.text))
+        fail('`' + token.text + "` is a keyword of Python; write `" + token.text + "_`");
+      if (is_of_operators(token.text) && token.begin > begin_)
+        fail("no argument or result is named " + token.text + ", which begins a line of its own");
+    }
+  }
+
+  // Return whether a line with a name is no argument's.
+  static bool is_of_operators(const std::string& name) {
+    return name == "kernels" || name == "vmap";
+  }
+
   }
 
   // Read the line of an argument or a result, or `kernels` or `vmap`.
@@ -506,11 +537,6 @@ class Reader {
         at = tokens_.back().end;
       } while (tokens_.back().kind != Token::kEnd);
     }
-  // Return whether a line with a name is no argument's.
-  static bool is_of_operators(const std::string& name) {
-    return name == "kernels" || name == "vmap";
-  }
-
     next_ = clause_ = 0;
     if (has_operators) {
       name_ == "vmap" ? read_vmap() : read_kernels();
@@ -630,6 +656,11 @@ class Reader {
       }
     }
     tokens_.clear();
+  bool is_operator(const std::string& name) const {
+    return std::any_of(text_.schemas.begin(), text_.schemas.end(),
+                       [&](const Schema& schema) { return schema.name == name; });
+  }
+
   }
 
   // ---- clauses ----------------------------------------------------------------------------------
@@ -656,11 +687,6 @@ class Reader {
     else if (is(accept("any"), "shape", "any shape"))
       read_any_shape(line);
     else if (is(accept("like"), "like", "like x"))
-  bool is_operator(const std::string& name) const {
-    return std::any_of(text_.schemas.begin(), text_.schemas.end(),
-                       [&](const Schema& schema) { return schema.name == name; });
-  }
-
       line.like = take_name("the name of a tensor");
     else if (is(accept("entries"), "entries", "entries -1 or 0 <= j < n at row, slot"))
       read_entries(line);

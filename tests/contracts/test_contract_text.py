@@ -73,6 +73,7 @@ RIGHT = {
         y="[N]; like x.",
         vmap="joins N",
     ),
+    "a schema whose parenthesis begins a line": COPY.replace("x)", "x\n)", 1),
     "text that begins with a letter that is not ASCII": contract(
         "[N]; float64. Écart.", n="float t", t="Σ of x."
     ),
@@ -81,6 +82,9 @@ RIGHT = {
         k="[N]; int32.",
         x="[N]; like y.",
         y="[N]; float32 or float64.",
+    ),
+    "defaults that are no names": contract(
+        n="""str s="vmap", str t='is', bool b=True""", s='"vmap" or "b".', t='"is".', b="Text."
     ),
     "kernels that take an optional number": tensors(
         "f(Tensor x, int a, float b) -> Tensor y\ng(Tensor x, int? a, float? b) -> Tensor y",
@@ -207,14 +211,18 @@ WRONG_NUMBERS = {
     "float k: float32.": "which has clauses of the kind bounds only",
     "Scalar k: Text.": "kernels take no Scalar `k`",
     "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
-}
-# A contract, with bars between its lines, and below it the message.
-WRONG_CONTRACTS = """
-f(Tensor x, Tensor e) -> Tensor y | x [N]; float64. | e any shape; int64; entries 0 <= j < N at row. | y [N]; like x.
+    "int k=1, float t: > 0.": "`f`: arguments without a default come first",
+    "float lambda: > 0.": "`f`: `lambda` is a keyword of Python; write `lambda_`",
+    "float kernels: > 0.": "`f`: no argument or result is named kernels",
+    "float vmap: > 0.": "`f`: no argument or result is named vmap",
     "int? N: >= 1.": "`N`: a size of a shape has this name, so its type is int, but in f it is int?",
     "float N: > 1.": "so its type is int, but in f it is float",
     "int[] N: Text.": "so its type is int, but in f it is int[]",
     "Tensor N: [N]; like x.": "so its type is int, but in f it is Tensor",
+}
+# A contract, with bars between its lines, and below it the message.
+WRONG_CONTRACTS = """
+f(Tensor x, Tensor e) -> Tensor y | x [N]; float64. | e any shape; int64; entries 0 <= j < N at row. | y [N]; like x.
     `at` names the dimensions of entries
 f(Tensor w, Tensor? x=None) -> Tensor x | w [N]; float64. | x [N]; like w.
     a result is always there
@@ -247,14 +255,12 @@ f(Tensor x) -> Tensor y | f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; lik
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | x [N]; float64.
     line 4: `x`: a second line
 f(Tensor x) -> Tensor y | x[N]; float64. | y [N]; like x.
-    line 2: `x[N];`: expected a name, and a space behind it
-f(Tensor x) -> Tensor y | x: [N]; float64. | y [N]; like x.
-    line 2: `x:`: expected a name, and a space behind it
-f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins N | vmap joins N
-    line 5: `vmap`: a second line
-x [N]; float64.
-    expected a schema
-f(Tensor x, Tensor z) -> Tensor y | x [N]; like z. | z [N]; float64. | y [N]; like x.
+is(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 1: `is`: `is` is a keyword of Python; write `is_`
+mine::in(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 1: `mine::in`: `in` is a keyword of Python
+f(Tensor x, float None) -> Tensor y | x [N]; float64. | None > 0. | y [N]; like x.
+    expected ident but found 'None'
 g(Tensor x, int N) -> Tensor y | f(Tensor x, int? N) -> Tensor y | x [N]; float64. | N >= 1. | y [N]; like x.
     line 4: `N`: a size of a shape has this name, so its type is int, but in f it is int?
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; >= 0.
@@ -265,6 +271,14 @@ f(Tensor x) -> Tensor y | x [N]; float32 or float64. | y [N]; float32 or float64
     line 3: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
 f(Tensor x) -> Tensor y | g(Tensor x, Tensor w) -> Tensor y | x [N]; int64. | w [N]; float32 or float64. | y [N]; like w.
     line 5: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
+    line 2: `x[N];`: expected a name, and a space behind it
+f(Tensor x) -> Tensor y | x: [N]; float64. | y [N]; like x.
+    line 2: `x:`: expected a name, and a space behind it
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins N | vmap joins N
+    line 5: `vmap`: a second line
+x [N]; float64.
+    expected a schema
+f(Tensor x, Tensor z) -> Tensor y | x [N]; like z. | z [N]; float64. | y [N]; like x.
     `y`: `like` is for a tensor that has dtypes
 f(Tensor x, int k) -> Tensor y | x [N]; like k. | k >= 0. | y [N]; like x.
     no tensor is named k
@@ -329,20 +343,6 @@ f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap N
 """
 
 
-def wrong_contracts():
-    yield from OPTIONAL.values()
-    yield "  x  [N]; float64.", "at the line's beginning"
-    yield (
-        tensors(
-            f"f({', '.join(f'Tensor x{i}' for i in range(30))}) -> Tensor y",
-            **{f"x{i}": "[N]; float64." for i in range(30)},
-        ),
-        "line 26: `x24`: more than 24 lines",
-    )
-    yield (
-        contract(f"[{', '.join(f'N{i}' for i in range(30))}]; float64."),
-        "line 2: `x`: more than 24 sizes",
-    )
 f(Tensor x, int k) -> Tensor y | g(Tensor x, float k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
     f cannot use those of g: they take `k` as float
 f(Tensor x, int? k) -> Tensor y | g(Tensor x, float? k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
@@ -359,6 +359,20 @@ f(Tensor x) -> Tensor y |   vmap joins N | x [N]; float64. | y [N]; like x.
     line 2: documentation that reads like the line of `vmap`
 f(Tensor x) -> Tensor y |   y  = 2 x | x [N]; float64. | y [N]; like x.
     or begin the documentation's with another word
+def wrong_contracts():
+    yield from OPTIONAL.values()
+    yield "  x  [N]; float64.", "at the line's beginning"
+    yield (
+        tensors(
+            f"f({', '.join(f'Tensor x{i}' for i in range(30))}) -> Tensor y",
+            **{f"x{i}": "[N]; float64." for i in range(30)},
+        ),
+        "line 26: `x24`: more than 24 lines",
+    )
+    yield (
+        contract(f"[{', '.join(f'N{i}' for i in range(30))}]; float64."),
+        "line 2: `x`: more than 24 sizes",
+    )
     for line, message in WRONG_TENSORS.items():
         yield contract(line), message
     for argument, message in WRONG_NUMBERS.items():
@@ -511,6 +525,7 @@ def test_text_and_documentation_that_read_like_prose_are_accepted(read):
         assert read(contract(f"[N]; float64. {text}")) == "ok"
     for text in DOCUMENTATIONS:
         assert read(contract().replace("\nx ", f"\n  {text}\nx ", 1)) == "ok"
+    "Runs the\n  kernels of another operator.",
 
 
 @pytest.mark.parametrize("text, message", [*wrong_contracts(), *WRONG_KERNELS.values()])
@@ -518,7 +533,6 @@ def test_a_wrong_contract_is_refused_with_its_line_and_reason(text, message, rea
     answer = read(text).replace("\n", " ")
     assert answer.startswith("line ")
     assert message in answer
-    "Runs the\n  kernels of another operator.",
 @pytest.mark.parametrize("indentation", [" ", "  ", "\t", "        "])
 def test_documentation_loses_the_indentation_of_its_first_line(indentation, read_contracts):
     lines = ["Summary.", "", "A list", "  of rows,", "", "and its end."]
