@@ -97,8 +97,8 @@ class Prover {
   // `composed` has the names of the compositions.
   Prover(Text& text, const std::vector<std::string>& composed) : text_(text) {
     is_used_.resize(text_.lines.size());
-    resolve_groups();
     for (const Schema& schema : text_.schemas) read_operator(schema, composed);
+    resolve_groups();
     for (Signature& op : operators) read_results(op);
     for (size_t i = 0; i < text_.lines.size(); ++i)
       if (!is_used_[i]) fail(text_.lines[i], "no operator has it as an argument or a result");
@@ -198,8 +198,10 @@ class Prover {
   static void check_default(const Schema& schema, const Line& line, const c10::Argument& argument) {
     const auto& value = argument.default_value();
     if (!value || value->isNone()) return;
+    const bool lacks_point = kind_of(argument) == Kind::kOptionalFloat && value->isInt();
     if (!value->type()->isSubtypeOf(*argument.type()))
-      fail(schema, "the default of `" + line.name + "` is no " + argument.real_type()->str());
+      fail(schema, "the default of `" + line.name + "` is no " + argument.real_type()->str() +
+                       (lacks_point ? c10::str("; write ", *value, ".0") : ""));
     bool is_ok = line.choices.empty() ||
                  std::count(line.choices.begin(), line.choices.end(), value->toStringRef()) > 0;
     for (const Bound& bound : line.bounds)
@@ -296,21 +298,17 @@ class Prover {
         continue;
       }
       if (!line.is_tensor()) fail(line, "expected the shape of a result, such as [N, 3]");
+      check_clauses(op, line, result);
       if (line.shapes.size() > 1) fail(line, "a result has one shape");
       if (!op.is_composition && (line.has_entries() || !line.limits.empty() || line.is_constant))
         fail(line, "entries, limits and `constant` are for arguments");
-    }
-      check_clauses(op, line, result);
-  }
-
-  // ---- sizes ------------------------------------------------------------------------------------
       if (!op.is_composition && !has_one_dtype(op, line))
         fail(line, "no argument of " + schema.name +
                        " selects one of its dtypes; "
                        "write one dtype, or `like x` for an argument x");
+    }
+  }
 
-  // Return the sizes that are known once a tensor was checked. `known` are known before. A
-  // dimension may set one size, if it has the form n + ... with known other sizes.
   // Return whether a call determines the dtype of a result.
   bool has_one_dtype(const Signature& op, const Line& result) const {
     if (text_.lines[result.group].types.size() == 1) return true;
@@ -318,6 +316,10 @@ class Prover {
                        [&](int i) { return i >= 0 && text_.lines[i].group == result.group; });
   }
 
+  // ---- sizes ------------------------------------------------------------------------------------
+
+  // Return the sizes that are known once a tensor was checked. `known` are known before. A
+  // dimension may set one size, if it has the form n + ... with known other sizes.
   uint32_t known_after(const Signature& op, const Line& line, uint32_t known) const {
     uint32_t common = line.any_shape ? known : ~0u;
     for (const Shape& shape : line.shapes) {
@@ -358,14 +360,14 @@ class Prover {
             return "; write it below the line of `" + other.name + "`, which has " +
                    text_.sizes[bare(dim)];
     }
-    return advice(unknown);
+    return advice(unknown, "before it or in a line above");
   }
 
   // Return how an operator gets sizes that no dimension sets.
-  std::string advice(uint32_t unknown) const {
+  std::string advice(uint32_t unknown, const std::string& place) const {
     if (text_.leading >= 0 && unknown >> text_.leading & 1) return "";
     const std::string size = text_.sizes[size_t(__builtin_ctz(unknown))];
-    return "; write [" + size + "] in the shape of a Tensor, or add an argument `int " + size + '`';
+    return "; write " + size + ' ' + place + ", or add an argument `int " + size + '`';
   }
 
   // Prove that a call sets each size before it uses it, and sort the lines into the order of a
@@ -407,7 +409,7 @@ class Prover {
   void require_known(const Signature& op, const Line& line, uint32_t unknown) const {
     if (unknown)
       fail(line, "no argument that is always given has the size " + names(unknown) + " in " +
-                     op.schema.name + advice(unknown));
+                     op.schema.name + advice(unknown, "in the shape of a Tensor"));
   }
 
   // ---- kernels of another operator --------------------------------------------------------------
@@ -428,23 +430,23 @@ class Prover {
     const std::string hindrance = hindrance_of(operators[user], operators[owner]);
     if (!hindrance.empty())
       refuse(sharing.user + " cannot use those of " + sharing.owner + ": " + hindrance);
-    operators[user].owner = owner;
-  }
-
-  // Return why an operator cannot use the kernels of another one, or "".
     for (const Sharing& other : text_.sharings)
       if (other.user == sharing.owner)
         refuse("the kernels of " + sharing.owner + " are those of " + other.owner + "; write `" +
                sharing.user + " of " + other.owner + '`');
-  std::string hindrance_of(const Signature& op, const Signature& other) const {
-    if (op.is_composition || other.is_composition) return "a composition has no kernels";
-    if (&op == &other) return "they are its own";
+    operators[user].owner = owner;
+  }
+
   // Return whether kernels that take the second kind can be given the first one.
   static bool converts(Kind from, Kind to) {
     return from == to || (from == Kind::kInt && to == Kind::kOptionalInt) ||
            (from == Kind::kFloat && to == Kind::kOptionalFloat);
   }
 
+  // Return why an operator cannot use the kernels of another one, or "".
+  std::string hindrance_of(const Signature& op, const Signature& other) const {
+    if (op.is_composition || other.is_composition) return "a composition has no kernels";
+    if (&op == &other) return "they are its own";
     const auto &results = op.result_lines, &others = other.result_lines;
     if (results.size() > others.size() ||
         !std::equal(results.begin(), results.end(), others.begin()))
@@ -462,12 +464,12 @@ class Prover {
       } else if (op.has(i)) {
         if (op.may_be_absent(i) && !other.may_be_absent(i))
           return "they need `" + line.name + "`, which may be absent";
+        if (!converts(op.kind(i), other.kind(i)))
+          return "they take `" + line.name + "` as " + other.at_line(i).real_type()->str();
       } else {
         const bool is_optional = other.kind(i) == Kind::kTensor && other.may_be_absent(i);
         if (!other.at_line(i).default_value() && !is_optional)
           return "they need `" + line.name + "`, which has no default";
-        if (!converts(op.kind(i), other.kind(i)))
-          return "they take `" + line.name + "` as " + other.at_line(i).real_type()->str();
         // The default may be another number than the tensors' size.
         if (line.size >= 0 && sizes >> line.size & 1)
           return "they need `" + line.name + "`, which is a size of its tensors";
@@ -507,6 +509,9 @@ inline std::string text_of(const Parameter& parameter) {
          (parameter.is_written ? "" : "const ") + name_of(parameter.type) + ", " +
          std::to_string(parameter.rank) + '>';
 }
+
+// Kernels have no such numbers in C++. Their tensors are widened to float32.
+inline bool is_half(Type type) { return type == Type::kFloat16 || type == Type::kBFloat16; }
 
 // Compare a kernel's parameters with the arguments and results of its operator.
 inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry& entry) {
@@ -553,9 +558,10 @@ inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry
         return std::count(allowed.begin(), allowed.end(), type);
       };
       const bool is_widened =
-          got.type == Type::kFloat32 && (is_allowed(Type::kFloat16) || is_allowed(Type::kBFloat16));
+          got.type == Type::kFloat32 && std::any_of(allowed.begin(), allowed.end(), is_half);
       wanted.type = line.read_as != Type::kNone          ? line.read_as
                     : is_allowed(got.type) || is_widened ? got.type
+                    : is_half(allowed[0])                ? Type::kFloat32
                                                          : allowed[0];
       wanted.type = kernel.types.insert({line.group, wanted.type}).first->second;
       wanted.rank = line.any_shape ? std::clamp<int8_t>(got.rank, 1, kMostDimensions)

@@ -193,11 +193,9 @@ inline size_t edits_between(const std::string& from, const std::string& to) {
 
 // Return the word of the language that a wrong word probably means, or "".
 inline std::string word_meant_by(const std::string& wrong) {
-  static constexpr std::pair<const char*, const char*> kOfC[] = {{"float", "float32"},
-                                                                 {"double", "float64"},
-                                                                 {"int", "int32"},
-                                                                 {"long", "int64"},
-                                                                 {"half", "float16"}};
+  static constexpr std::pair<const char*, const char*> kOfC[] = {
+      {"float", "float32"}, {"double", "float64"}, {"int", "int32"},
+      {"long", "int64"},    {"uint32", "int64"},   {"half", "float16"}};
   for (const auto& [word, type] : kOfC)
     if (wrong == word) return type;
   std::vector<std::string> words = {"like", "entries", "constant"};
@@ -206,11 +204,13 @@ inline std::string word_meant_by(const std::string& wrong) {
   size_t least = 3;
   for (const std::string& word : words)
     if (const size_t edits = edits_between(wrong, word);
-        edits < least && 2 * edits <= word.size()) {
+        edits < least && 2 * edits <= std::min(word.size(), wrong.size())) {
       nearest = word;
       least = edits;
     }
   return nearest;
+}
+
 // Return whether a word is a keyword of Python, which neither calls nor the code of torch.compile
 // can have as a name. True, False and None may be defaults, and PyTorch refuses them as names.
 inline bool is_keyword(const std::string& word) {
@@ -220,8 +220,6 @@ inline bool is_keyword(const std::string& word) {
       "global", "if",   "import", "in",     "is",     "lambda",  "nonlocal", "not",
       "or",     "pass", "raise",  "return", "try",    "while",   "with",     "yield"};
   return std::find(std::begin(kKeywords), std::end(kKeywords), word) != std::end(kKeywords);
-}
-
 }
 
 class Reader {
@@ -247,7 +245,7 @@ class Reader {
     }
     name_.clear();
     for (const auto& [begin, end] : documentation_) check_documentation(begin, end);
-    if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
+    if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor y");
     return std::move(text_);
   }
 
@@ -381,6 +379,8 @@ class Reader {
     return tokens_[next_++].text;
   }
 
+  std::string take_name(const char* what) { return take(Token::kName, what); }
+
   // Read a name such as `force` or `mine::force`.
   std::string take_operator(const char* what) {
     std::string name = take_name(what);
@@ -390,8 +390,6 @@ class Reader {
     }
     return name;
   }
-
-  std::string take_name(const char* what) { return take(Token::kName, what); }
 
   // Return the text from a token to the last one that was taken.
   std::string text_from(size_t token) const {
@@ -488,12 +486,12 @@ class Reader {
     if (arrow >= end_) fail("expected `-> ` and the results behind the arguments");
     size_t results = source_.find_first_not_of(" \n", arrow + 2);
     if (results < end_ && source_[results] == '(') results = source_.find(')', results);
-    check_names(stop);
     const size_t stop = results < end_ ? next_line(results) : end_;
 
-    size_t indentation = std::string::npos;  // of the first line
+    check_names(stop);
     documentation_.emplace_back(stop, end_);
     std::string documentation;
+    size_t indentation = std::string::npos;  // of the first line
     for (size_t at = stop; at < end_; at = next_line(at)) {
       const std::string line = text(at, next_line(at));
       const size_t first = line.find_first_not_of(" \t\r\n");
@@ -506,6 +504,8 @@ class Reader {
       if (other.name == name_) fail("a second schema");
     text_.schemas.push_back({joined(text(begin_, stop)), name_,
                              joined(documentation.substr(0, end)), trimmed(details), number_});
+  }
+
   // Raise an error if a schema, which ends at `stop`, has a name that cannot be used.
   void check_names(size_t stop) const {
     for (size_t at = begin_; at < stop; at = skip_spaces(at)) {
@@ -523,8 +523,6 @@ class Reader {
   // Return whether a line with a name is no argument's.
   static bool is_of_operators(const std::string& name) {
     return name == "kernels" || name == "vmap";
-  }
-
   }
 
   // Read the line of an argument or a result, or `kernels` or `vmap`.
@@ -656,11 +654,11 @@ class Reader {
       }
     }
     tokens_.clear();
+  }
+
   bool is_operator(const std::string& name) const {
     return std::any_of(text_.schemas.begin(), text_.schemas.end(),
                        [&](const Schema& schema) { return schema.name == name; });
-  }
-
   }
 
   // ---- clauses ----------------------------------------------------------------------------------

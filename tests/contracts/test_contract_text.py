@@ -122,7 +122,9 @@ WRONG_TENSORS = {
     "[N]; float32 or double.": "expected a dtype, got `double`, which may mean float64",
     "[N]; int64; entires 0 <= j < N.": "got `entires`, which may mean entries",
     "[N]; complex64.": "expected a clause of a tensor, got `complex64` in `complex64`",
-    "[N, 2M]; float64.": "determine M; write [M] in the shape of a Tensor, or add an argument `int M`",
+    "[N]; uint32.": "got `uint32`, which may mean int64",
+    "[2N, N]; float64.": "determine N; write N before it or in a line above",
+    "[N, 2M]; float64.": "determine M; write M before it or in a line above, or add an argument `int M`",
     "[N]; float64; N < 5 on cuda.": "expected `CUDA`, got `cuda`",
     "[N]; float32 read as float128.": "expected a dtype, got `float128`",
     "[N]; int64 read as int32.": "expected integers read as int64",
@@ -209,8 +211,10 @@ WRONG_NUMBERS = {
     "int k: <= N.": "| n <= N, in the line of a tensor",
     "bool k: 0 to 1.": "its type in f is bool, which has text only",
     "float k: float32.": "which has clauses of the kind bounds only",
-    "Scalar k: Text.": "kernels take no Scalar `k`",
-    "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
+    "float k: [0, 1].": "which has clauses of the kind bounds only, such as 0 to 1",
+    "float k: in [0, 1].": "got `in` in `in [0, 1]`",
+    "float? k=1: Text.": "the default of `k` is no float?; write 1.0",
+    "bool k=1: Text.": "`f`: the default of `k` is no bool",
     "int k=1, float t: > 0.": "`f`: arguments without a default come first",
     "float lambda: > 0.": "`f`: `lambda` is a keyword of Python; write `lambda_`",
     "float kernels: > 0.": "`f`: no argument or result is named kernels",
@@ -219,6 +223,8 @@ WRONG_NUMBERS = {
     "float N: > 1.": "so its type is int, but in f it is float",
     "int[] N: Text.": "so its type is int, but in f it is int[]",
     "Tensor N: [N]; like x.": "so its type is int, but in f it is Tensor",
+    "Scalar k: Text.": "kernels take no Scalar `k`",
+    "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
 }
 # A contract, with bars between its lines, and below it the message.
 WRONG_CONTRACTS = """
@@ -250,11 +256,8 @@ f(Tensor x) -> Tensor z | x [N]; float64.
     no line describes its result `z`
 f(Tensor x) -> Tensor | x [N]; float64. | y [N]; like x.
     its results have names
-f(Tensor x) -> Tensor y | f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
-    line 2: `f`: a second schema
-f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | x [N]; float64.
-    line 4: `x`: a second line
-f(Tensor x) -> Tensor y | x[N]; float64. | y [N]; like x.
+f(Tensor x) -> Tensor y | y [N]; like x.
+    line 1: `f`: no line describes its argument `x`
 is(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
     line 1: `is`: `is` is a keyword of Python; write `is_`
 mine::in(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
@@ -271,6 +274,11 @@ f(Tensor x) -> Tensor y | x [N]; float32 or float64. | y [N]; float32 or float64
     line 3: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
 f(Tensor x) -> Tensor y | g(Tensor x, Tensor w) -> Tensor y | x [N]; int64. | w [N]; float32 or float64. | y [N]; like w.
     line 5: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
+f(Tensor x) -> Tensor y | f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 2: `f`: a second schema
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | x [N]; float64.
+    line 4: `x`: a second line
+f(Tensor x) -> Tensor y | x[N]; float64. | y [N]; like x.
     line 2: `x[N];`: expected a name, and a space behind it
 f(Tensor x) -> Tensor y | x: [N]; float64. | y [N]; like x.
     line 2: `x:`: expected a name, and a space behind it
@@ -336,13 +344,6 @@ f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | h(Tensor x) -> Tensor y | x 
     a second time f
 f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f, g
     expected `of`, got the end in `f, g`
-f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins M
-    no tensor above has the size M
-f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap N
-    expected `joins`, got `N`
-"""
-
-
 f(Tensor x, int k) -> Tensor y | g(Tensor x, float k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
     f cannot use those of g: they take `k` as float
 f(Tensor x, int? k) -> Tensor y | g(Tensor x, float? k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
@@ -359,6 +360,13 @@ f(Tensor x) -> Tensor y |   vmap joins N | x [N]; float64. | y [N]; like x.
     line 2: documentation that reads like the line of `vmap`
 f(Tensor x) -> Tensor y |   y  = 2 x | x [N]; float64. | y [N]; like x.
     or begin the documentation's with another word
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins M
+    no tensor above has the size M
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap N
+    expected `joins`, got `N`
+"""
+
+
 def wrong_contracts():
     yield from OPTIONAL.values()
     yield "  x  [N]; float64.", "at the line's beginning"
@@ -435,6 +443,7 @@ WRONG_KERNELS = {
     "a workspace in the wrong place": (kernel("workspace_first"), "3 parameters for 2"),
     "a stream in the wrong place": (kernel("stream_first"), "3 parameters for 2"),
     "a position without entries": (kernel("position"), "no argument has entries"),
+    "a double for a float16": (kernel("copy", COPY.replace("float64", "float16")), "expected View<const float32, 1> for `x`, got View<const float64, 1>"),
     "a type that the contract excludes": (kernel("copy_int"), "expected View<const float64, 1> for `x`, got View<const int64, 1>"),
     "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected View<float32, 1> for `y`, got View<float64, 1>"),
 }  # fmt: skip
@@ -517,6 +526,7 @@ TEXTS = [
 DOCUMENTATIONS = [
     "The rows of x, and y = 2*x.\n\n  x is read twice, and y is like x.\n  y = 2*x, so x > 0.",
     'For x in [0, 1], or\n  x "as" it is.\n\n  x\n  y\n  vmap is quick.',
+    "Runs the\n  kernels of another operator.",
 ]
 
 
@@ -525,14 +535,8 @@ def test_text_and_documentation_that_read_like_prose_are_accepted(read):
         assert read(contract(f"[N]; float64. {text}")) == "ok"
     for text in DOCUMENTATIONS:
         assert read(contract().replace("\nx ", f"\n  {text}\nx ", 1)) == "ok"
-    "Runs the\n  kernels of another operator.",
 
 
-@pytest.mark.parametrize("text, message", [*wrong_contracts(), *WRONG_KERNELS.values()])
-def test_a_wrong_contract_is_refused_with_its_line_and_reason(text, message, read):
-    answer = read(text).replace("\n", " ")
-    assert answer.startswith("line ")
-    assert message in answer
 @pytest.mark.parametrize("indentation", [" ", "  ", "\t", "        "])
 def test_documentation_loses_the_indentation_of_its_first_line(indentation, read_contracts):
     lines = ["Summary.", "", "A list", "  of rows,", "", "and its end."]
@@ -541,3 +545,8 @@ def test_documentation_loses_the_indentation_of_its_first_line(indentation, read
     assert read_contracts.details(text) == "\n".join(lines[2:])
 
 
+@pytest.mark.parametrize("text, message", [*wrong_contracts(), *WRONG_KERNELS.values()])
+def test_a_wrong_contract_is_refused_with_its_line_and_reason(text, message, read):
+    answer = read(text).replace("\n", " ")
+    assert answer.startswith("line ")
+    assert message in answer
