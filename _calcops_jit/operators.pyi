@@ -385,13 +385,13 @@ def warp_perspective(
 ) -> Tensor:
     """Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-    image          [...]; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
+    image          any shape; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                    [..., C, H, W] or [H, W], with any strides.
-    warp           [...]; float32 or float64 read as float64. Of shape [..., 3, 3]. It maps
+    warp           any shape; float32 or float64 read as float64. Of shape [..., 3, 3]. It maps
                    (x, y, 1) of the source to the destination. A common factor of its entries has no
                    effect but for rounding.
-    dsize          Size of the result as (height, width), both >= 0, or empty for (H, W). cv2's dsize is
-                   (width, height).
+    dsize          Size of the result as (height, width), both at least 0, or empty for (H, W). cv2's
+                   dsize is (width, height).
     interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
                    a = -0.75. "nearest" rounds the position half to even.
     border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
@@ -408,8 +408,8 @@ def warp_perspective(
                    "transparent". It is copied, not written to.
 
     Returns
-    result         [...]; like image. Of shape [..., C, height, width], or [..., height, width] if image
-                   is [H, W].
+    result         any shape; like image. Of shape [..., C, height, width], or [..., height, width] if
+                   image is [H, W].
 
     Images and matrices may have any dimensions `...` before their own, such as [N] or
     [videos, frames]. These are the same for both, and for the result. If image or warp has none, or a
