@@ -97,8 +97,8 @@ class Prover {
   // `composed` has the names of the compositions.
   Prover(Text& text, const std::vector<std::string>& composed) : text_(text) {
     is_used_.resize(text_.lines.size());
-    resolve_groups();
     for (const Schema& schema : text_.schemas) read_operator(schema, composed);
+    resolve_groups();
     for (Signature& op : operators) read_results(op);
     for (size_t i = 0; i < text_.lines.size(); ++i)
       if (!is_used_[i]) fail(text_.lines[i], "no operator has it as an argument or a result");
@@ -180,9 +180,10 @@ class Prover {
     const std::string allowed = kAllowed[int(kind)];
     for (const std::string& clause : line.clauses)
       if (allowed.find(clause) == std::string::npos)
-        fail(line, "a clause of the kind `" + clause + "`, but in " + op.schema.name +
-                       " the argument is a " + argument.real_type()->str() + ", which has " +
-                       (allowed.empty() ? "text" : "clauses of the kind " + allowed) + " only");
+        fail(line, "a clause of the kind `" + clause + "`, but its type in " + op.schema.name +
+                       " is " + argument.real_type()->str() + ", which has " +
+                       (allowed.empty() ? "text" : "clauses of the kind " + allowed) + " only" +
+                       (allowed == "bounds" ? ", such as 0 to 1" : ""));
     if (kind == Kind::kTensor && !line.is_tensor() && !op.is_composition)
       fail(line, "expected its shape, such as [N, 3]");
     if (kind == Kind::kString && line.choices.empty() && !op.is_composition)
@@ -197,8 +198,10 @@ class Prover {
   static void check_default(const Schema& schema, const Line& line, const c10::Argument& argument) {
     const auto& value = argument.default_value();
     if (!value || value->isNone()) return;
+    const bool lacks_point = kind_of(argument) == Kind::kOptionalFloat && value->isInt();
     if (!value->type()->isSubtypeOf(*argument.type()))
-      fail(schema, "the default of `" + line.name + "` is no " + argument.real_type()->str());
+      fail(schema, "the default of `" + line.name + "` is no " + argument.real_type()->str() +
+                       (lacks_point ? c10::str("; write ", *value, ".0") : ""));
     bool is_ok = line.choices.empty() ||
                  std::count(line.choices.begin(), line.choices.end(), value->toStringRef()) > 0;
     for (const Bound& bound : line.bounds)
@@ -212,7 +215,10 @@ class Prover {
     try {
       return torch::schema(schema.text.c_str());
     } catch (const c10::Error& error) {
-      throw Mistake(schema.number, error.what_without_backtrace());
+      const std::string what = error.what_without_backtrace();
+      if (what.find("follows default argument") != std::string::npos)
+        fail(schema, "arguments without a default come first");
+      throw Mistake(schema.number, what);
     } catch (const std::exception& error) {  // PyTorch 2.10's parser has an error of its own
       throw Mistake(schema.number, error.what());
     }
@@ -261,7 +267,11 @@ class Prover {
       Line& line = text_.lines[i];
       check_clauses(op, line, argument);
       check_default(schema, line, argument);
-      if (kind == Kind::kInt) line.size = text_.size(line.name);
+      const int size = text_.size(line.name);
+      if (size >= 0 && kind != Kind::kInt)
+        fail(line, "a size of a shape has this name, so its type is int, but in " + schema.name +
+                       " it is " + argument.real_type()->str());
+      line.size = size;
     }
     operators.push_back(std::move(op));
   }
@@ -288,10 +298,22 @@ class Prover {
         continue;
       }
       if (!line.is_tensor()) fail(line, "expected the shape of a result, such as [N, 3]");
+      check_clauses(op, line, result);
       if (line.shapes.size() > 1) fail(line, "a result has one shape");
       if (!op.is_composition && (line.has_entries() || !line.limits.empty() || line.is_constant))
         fail(line, "entries, limits and `constant` are for arguments");
+      if (!op.is_composition && !has_one_dtype(op, line))
+        fail(line, "no argument of " + schema.name +
+                       " selects one of its dtypes; "
+                       "write one dtype, or `like x` for an argument x");
     }
+  }
+
+  // Return whether a call determines the dtype of a result.
+  bool has_one_dtype(const Signature& op, const Line& result) const {
+    if (text_.lines[result.group].types.size() == 1) return true;
+    return std::any_of(op.lines.begin(), op.lines.end(),
+                       [&](int i) { return i >= 0 && text_.lines[i].group == result.group; });
   }
 
   // ---- sizes ------------------------------------------------------------------------------------
@@ -338,14 +360,14 @@ class Prover {
             return "; write it below the line of `" + other.name + "`, which has " +
                    text_.sizes[bare(dim)];
     }
-    return advice(unknown);
+    return advice(unknown, "before it or in a line above");
   }
 
   // Return how an operator gets sizes that no dimension sets.
-  std::string advice(uint32_t unknown) const {
+  std::string advice(uint32_t unknown, const std::string& place) const {
     if (text_.leading >= 0 && unknown >> text_.leading & 1) return "";
     const std::string size = text_.sizes[size_t(__builtin_ctz(unknown))];
-    return "; write [" + size + "] in the shape of a Tensor, or add an argument `int " + size + '`';
+    return "; write " + size + ' ' + place + ", or add an argument `int " + size + '`';
   }
 
   // Prove that a call sets each size before it uses it, and sort the lines into the order of a
@@ -387,7 +409,7 @@ class Prover {
   void require_known(const Signature& op, const Line& line, uint32_t unknown) const {
     if (unknown)
       fail(line, "no argument that is always given has the size " + names(unknown) + " in " +
-                     op.schema.name + advice(unknown));
+                     op.schema.name + advice(unknown, "in the shape of a Tensor"));
   }
 
   // ---- kernels of another operator --------------------------------------------------------------
@@ -408,7 +430,17 @@ class Prover {
     const std::string hindrance = hindrance_of(operators[user], operators[owner]);
     if (!hindrance.empty())
       refuse(sharing.user + " cannot use those of " + sharing.owner + ": " + hindrance);
+    for (const Sharing& other : text_.sharings)
+      if (other.user == sharing.owner)
+        refuse("the kernels of " + sharing.owner + " are those of " + other.owner + "; write `" +
+               sharing.user + " of " + other.owner + '`');
     operators[user].owner = owner;
+  }
+
+  // Return whether kernels that take the second kind can be given the first one.
+  static bool converts(Kind from, Kind to) {
+    return from == to || (from == Kind::kInt && to == Kind::kOptionalInt) ||
+           (from == Kind::kFloat && to == Kind::kOptionalFloat);
   }
 
   // Return why an operator cannot use the kernels of another one, or "".
@@ -432,6 +464,8 @@ class Prover {
       } else if (op.has(i)) {
         if (op.may_be_absent(i) && !other.may_be_absent(i))
           return "they need `" + line.name + "`, which may be absent";
+        if (!converts(op.kind(i), other.kind(i)))
+          return "they take `" + line.name + "` as " + other.at_line(i).real_type()->str();
       } else {
         const bool is_optional = other.kind(i) == Kind::kTensor && other.may_be_absent(i);
         if (!other.at_line(i).default_value() && !is_optional)
@@ -475,6 +509,9 @@ inline std::string text_of(const Parameter& parameter) {
          (parameter.is_written ? "" : "const ") + name_of(parameter.type) + ", " +
          std::to_string(parameter.rank) + '>';
 }
+
+// Kernels have no such numbers in C++. Their tensors are widened to float32.
+inline bool is_half(Type type) { return type == Type::kFloat16 || type == Type::kBFloat16; }
 
 // Compare a kernel's parameters with the arguments and results of its operator.
 inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry& entry) {
@@ -521,9 +558,10 @@ inline BoundKernel bind(const Text& text, const Signature& op, const KernelEntry
         return std::count(allowed.begin(), allowed.end(), type);
       };
       const bool is_widened =
-          got.type == Type::kFloat32 && (is_allowed(Type::kFloat16) || is_allowed(Type::kBFloat16));
+          got.type == Type::kFloat32 && std::any_of(allowed.begin(), allowed.end(), is_half);
       wanted.type = line.read_as != Type::kNone          ? line.read_as
                     : is_allowed(got.type) || is_widened ? got.type
+                    : is_half(allowed[0])                ? Type::kFloat32
                                                          : allowed[0];
       wanted.type = kernel.types.insert({line.group, wanted.type}).first->second;
       wanted.rank = line.any_shape ? std::clamp<int8_t>(got.rank, 1, kMostDimensions)

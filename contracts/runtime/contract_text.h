@@ -193,11 +193,9 @@ inline size_t edits_between(const std::string& from, const std::string& to) {
 
 // Return the word of the language that a wrong word probably means, or "".
 inline std::string word_meant_by(const std::string& wrong) {
-  static constexpr std::pair<const char*, const char*> kOfC[] = {{"float", "float32"},
-                                                                 {"double", "float64"},
-                                                                 {"int", "int32"},
-                                                                 {"long", "int64"},
-                                                                 {"half", "float16"}};
+  static constexpr std::pair<const char*, const char*> kOfC[] = {
+      {"float", "float32"}, {"double", "float64"}, {"int", "int32"},
+      {"long", "int64"},    {"uint32", "int64"},   {"half", "float16"}};
   for (const auto& [word, type] : kOfC)
     if (wrong == word) return type;
   std::vector<std::string> words = {"like", "entries", "constant"};
@@ -206,11 +204,22 @@ inline std::string word_meant_by(const std::string& wrong) {
   size_t least = 3;
   for (const std::string& word : words)
     if (const size_t edits = edits_between(wrong, word);
-        edits < least && 2 * edits <= word.size()) {
+        edits < least && 2 * edits <= std::min(word.size(), wrong.size())) {
       nearest = word;
       least = edits;
     }
   return nearest;
+}
+
+// Return whether a word is a keyword of Python, which neither calls nor the code of torch.compile
+// can have as a name. True, False and None may be defaults, and PyTorch refuses them as names.
+inline bool is_keyword(const std::string& word) {
+  static constexpr const char* kKeywords[] = {
+      "and",    "as",   "assert", "async",  "await",  "break",   "class",    "continue",
+      "def",    "del",  "elif",   "else",   "except", "finally", "for",      "from",
+      "global", "if",   "import", "in",     "is",     "lambda",  "nonlocal", "not",
+      "or",     "pass", "raise",  "return", "try",    "while",   "with",     "yield"};
+  return std::find(std::begin(kKeywords), std::end(kKeywords), word) != std::end(kKeywords);
 }
 
 class Reader {
@@ -222,9 +231,9 @@ class Reader {
     while (end_ < source_.size()) {
       begin_ = end_;
       number_ = line_number(begin_);
-      // Indented and empty lines continue a line.
+      // Indented and empty lines continue a line. So does the `)` of a schema.
       do end_ = next_line(end_);
-      while (is_space(source_[end_]));
+      while (is_space(source_[end_]) || source_[end_] == ')');
       name_ = source_.substr(begin_, source_.find_first_of(" \t\r(\n", begin_) - begin_);
       if (begin_ > 0 && source_[begin_ - 1] != '\n')
         fail("expected a schema or the name of an argument at the line's beginning");
@@ -236,7 +245,7 @@ class Reader {
     }
     name_.clear();
     for (const auto& [begin, end] : documentation_) check_documentation(begin, end);
-    if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor");
+    if (text_.schemas.empty()) fail("expected a schema, such as twice(Tensor x) -> Tensor y");
     return std::move(text_);
   }
 
@@ -276,7 +285,12 @@ class Reader {
   // ---- tokens -----------------------------------------------------------------------------------
 
   static bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)); }
-  static bool is_capital(char c) { return std::isupper(static_cast<unsigned char>(c)); }
+  // Return whether text may begin with a byte: a capital letter, or a letter that is not ASCII.
+  // 0xc2 and 0xe2 begin signs such as ± and ≤.
+  static bool begins_text(char c) {
+    const unsigned char byte = static_cast<unsigned char>(c);
+    return std::isupper(byte) || (byte >= 0xc3 && byte != 0xe2);
+  }
   static bool is_digit(char c) { return std::isdigit(static_cast<unsigned char>(c)); }
   static bool is_name_part(char c) {
     return std::isalnum(static_cast<unsigned char>(c)) || c == '_';
@@ -366,6 +380,16 @@ class Reader {
   }
 
   std::string take_name(const char* what) { return take(Token::kName, what); }
+
+  // Read a name such as `force` or `mine::force`.
+  std::string take_operator(const char* what) {
+    std::string name = take_name(what);
+    if (accept(":")) {
+      require(":");
+      name += "::" + take_name(what);
+    }
+    return name;
+  }
 
   // Return the text from a token to the last one that was taken.
   std::string text_from(size_t token) const {
@@ -464,11 +488,15 @@ class Reader {
     if (results < end_ && source_[results] == '(') results = source_.find(')', results);
     const size_t stop = results < end_ ? next_line(results) : end_;
 
+    check_names(stop);
     documentation_.emplace_back(stop, end_);
     std::string documentation;
+    size_t indentation = std::string::npos;  // of the first line
     for (size_t at = stop; at < end_; at = next_line(at)) {
       const std::string line = text(at, next_line(at));
-      documentation += line.size() > 2 ? line.substr(2) : "\n";
+      const size_t first = line.find_first_not_of(" \t\r\n");
+      if (indentation == std::string::npos) indentation = first;
+      documentation += first < line.size() ? line.substr(std::min(indentation, first)) : "\n";
     }
     const size_t end = documentation.find("\n\n");
     const std::string details = end == std::string::npos ? "" : documentation.substr(end + 2);
@@ -478,18 +506,37 @@ class Reader {
                              joined(documentation.substr(0, end)), trimmed(details), number_});
   }
 
+  // Raise an error if a schema, which ends at `stop`, has a name that cannot be used.
+  void check_names(size_t stop) const {
+    for (size_t at = begin_; at < stop; at = skip_spaces(at)) {
+      const Token token = token_at(at);
+      at = token.end;
+      if (token.text == "'") at = std::min(source_.find('\'', at), stop) + 1;  // a string
+      if (token.kind != Token::kName) continue;
+      if (is_keyword(token.text))
+        fail('`' + token.text + "` is a keyword of Python; write `" + token.text + "_`");
+      if (is_of_operators(token.text) && token.begin > begin_)
+        fail("no argument or result is named " + token.text + ", which begins a line of its own");
+    }
+  }
+
+  // Return whether a line with a name is no argument's.
+  static bool is_of_operators(const std::string& name) {
+    return name == "kernels" || name == "vmap";
+  }
+
   // Read the line of an argument or a result, or `kernels` or `vmap`.
   void read_entry() {
-    const bool is_of_operators = name_ == "kernels" || name_ == "vmap";
+    const bool has_operators = is_of_operators(name_);
     size_t at = skip_spaces(begin_ + name_.size());
-    if (is_of_operators || (at < end_ && !is_capital(source_[at]))) {
+    if (has_operators || (at < end_ && !begins_text(source_[at]))) {
       do {
         tokens_.push_back(token_at(skip_spaces(at)));
         at = tokens_.back().end;
       } while (tokens_.back().kind != Token::kEnd);
     }
     next_ = clause_ = 0;
-    if (is_of_operators) {
+    if (has_operators) {
       name_ == "vmap" ? read_vmap() : read_kernels();
     } else {
       if (text_.line(name_) >= 0) fail("a second line");
@@ -511,13 +558,13 @@ class Reader {
 
   void read_kernels() {
     form_ = "force, force_virial of _force_virial";
-    if (!text_.sharings.empty()) fail("a second line");
+    if (!text_.sharings.empty()) fail("a second line, where `;` would continue the first one,");
     do {
       clause_ = next_;
       std::vector<std::string> users;
-      read_list([&] { add_new(users, take_name("an operator")); });
+      read_list([&] { add_new(users, take_operator("an operator")); });
       require("of");
-      const std::string owner = take_name("the operator that has the kernels");
+      const std::string owner = take_operator("the operator that has the kernels");
       for (const std::string& user : users) text_.sharings.push_back({user, owner, number_});
     } while (accept(";"));
   }
@@ -535,7 +582,7 @@ class Reader {
 
   // Raise an error if text reads like a clause, so that no clause is taken for text.
   void check_text(size_t at) {
-    if (at < end_ && !is_capital(source_[at])) {
+    if (at < end_ && !begins_text(source_[at])) {
       size_t end = std::min(at + 20, end_);
       while ((source_[end] & 0xc0) == 0x80) ++end;  // of a character of several bytes
       fail("text begins with a capital letter, got `" + joined(text(at, end)) + '`');
@@ -583,26 +630,35 @@ class Reader {
            (end.kind == Token::kNumber || end.text == "-");
   }
 
-  // Raise an error if a line of a schema's documentation is that of an argument or of `vmap`.
+  // Raise an error if a line of a schema's documentation is another line of the contract.
   void check_documentation(size_t at, size_t end) {
     for (; at < end; at = next_line(at)) {
       end_ = next_line(at);
       const Token name = token_at(skip_spaces(at));
-      if (name.text != "vmap" && text_.line(name.text) < 0) continue;
+      const bool has_operators = is_of_operators(name.text);
+      if (!has_operators && text_.line(name.text) < 0) continue;
       size_t next = name.end;
       for (tokens_.clear(); tokens_.size() < 3; next = tokens_.back().end)
         tokens_.push_back(token_at(skip_spaces(next)));
       next_ = 0;
       const std::string gap = text(name.end, tokens_[0].begin);
       const bool is_column = gap.size() > 1 || gap == "\t";
-      if (tokens_[0].kind != Token::kEnd && (is_column || (!gap.empty() && begins_clause()))) {
+      const bool is_clause =
+          has_operators ? is_next("joins") || is_operator(peek().text) : begins_clause();
+      if (tokens_[0].kind != Token::kEnd && (is_column || (!gap.empty() && is_clause))) {
         number_ = line_number(at);
         tokens_.clear();
         fail("documentation that reads like the line of `" + name.text +
-             "`, which begins in the first column");
+             "`; write that line in the first column, or begin the documentation's with another "
+             "word");
       }
     }
     tokens_.clear();
+  }
+
+  bool is_operator(const std::string& name) const {
+    return std::any_of(text_.schemas.begin(), text_.schemas.end(),
+                       [&](const Schema& schema) { return schema.name == name; });
   }
 
   // ---- clauses ----------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-// read(text) returns "ok" or the error of a contract, for test_contract_text.py. Lines before a
+// read(text) returns "ok" or the error of a contract, for test_contract_text.py. details(text)
+// returns the documentation of its first schema without the summary. Lines before a
 // contract may name a composition ("composition f") or register kernels of the table below
 // ("kernel f name").
 #include <map>
@@ -90,4 +91,8 @@ std::string answer(std::string text) {
 
 }  // namespace
 
-TORCH_LIBRARY(read_contracts, m) { m.def("read(str text) -> str", &answer); }
+TORCH_LIBRARY(read_contracts, m) {
+  m.def("read(str text) -> str", &answer);
+  m.def("details(str text) -> str",
+        [](std::string text) { return contract::Reader(text).read().schemas[0].details; });
+}

@@ -262,7 +262,7 @@ template <class Real>""",
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor y\nf(Tensor x) -> Tensor y\n"
         "kernels  f of halved; halved of doubled\n",
-        "wrong.cpp:13: contract: no kernel of halved",
+        "the kernels of halved are those of doubled; write `f of doubled`",
     ),
     "kernels that rely on a check which the other operator lacks": (
         'y  [N]; like x.\n)");',

@@ -27,7 +27,7 @@ def tensors(schema, **lines):
 OPTIONAL = {
     f"an optional {kind} with a clause": (
         f"composition f\nf(Tensor x, {kind}? k) -> Tensor\nx  [N]; float64.\nk  {clause}.",
-        f"in f the argument is a {kind}?",
+        f"but its type in f is {kind}?",
     )
     for kind, clause in [("bool", ">= 0"), ("str", '"a" or "b"')]
 }
@@ -73,6 +73,33 @@ RIGHT = {
         y="[N]; like x.",
         vmap="joins N",
     ),
+    "a schema whose parenthesis begins a line": COPY.replace("x)", "x\n)", 1),
+    "text that begins with a letter that is not ASCII": contract(
+        "[N]; float64. Écart.", n="float t", t="Σ of x."
+    ),
+    "a result of which an optional argument has the dtypes": tensors(
+        "f(Tensor k, Tensor? x=None) -> Tensor y",
+        k="[N]; int32.",
+        x="[N]; like y.",
+        y="[N]; float32 or float64.",
+    ),
+    "defaults that are no names": contract(
+        n="""str s="vmap", str t='is', bool b=True""", s='"vmap" or "b".', t='"is".', b="Text."
+    ),
+    "kernels that take an optional number": tensors(
+        "f(Tensor x, int a, float b) -> Tensor y\ng(Tensor x, int? a, float? b) -> Tensor y",
+        x="[N]; float64.",
+        a="> 0.",
+        b="> 0.",
+        y="[N]; like x.",
+        kernels="f of g",
+    ),
+    "kernels of an operator with a namespace": tensors(
+        "mine::f(Tensor x) -> Tensor y\nmine::g(Tensor x) -> Tensor y",
+        x="[N]; float64.",
+        y="[N]; like x.",
+        kernels="mine::f of mine::g",
+    ),
     "an upper limit for CUDA": contract("[N]; float64; N*N < 2^31 on CUDA."),
     "tabs": "\t\n" + contract("[N]; float64.").replace("  ", "\t"),
     "a dtype that only an optional tensor has": tensors(
@@ -95,7 +122,9 @@ WRONG_TENSORS = {
     "[N]; float32 or double.": "expected a dtype, got `double`, which may mean float64",
     "[N]; int64; entires 0 <= j < N.": "got `entires`, which may mean entries",
     "[N]; complex64.": "expected a clause of a tensor, got `complex64` in `complex64`",
-    "[N, 2M]; float64.": "determine M; write [M] in the shape of a Tensor, or add an argument `int M`",
+    "[N]; uint32.": "got `uint32`, which may mean int64",
+    "[2N, N]; float64.": "determine N; write N before it or in a line above",
+    "[N, 2M]; float64.": "determine M; write M before it or in a line above, or add an argument `int M`",
     "[N]; float64; N < 5 on cuda.": "expected `CUDA`, got `cuda`",
     "[N]; float32 read as float128.": "expected a dtype, got `float128`",
     "[N]; int64 read as int32.": "expected integers read as int64",
@@ -167,7 +196,7 @@ WRONG_NUMBERS = {
     'str s: "a" or "b.': 'expected a string in quotation marks, got `"b.`',
     'str s: "a" or "a".': "the same twice",
     "float t: not a clause.": "text that begins with a capital letter, got `not`",
-    "int k: like x.": "`k`: a clause of the kind `like`, but in f the argument is a int",
+    "int k: like x.": "`k`: a clause of the kind `like`, but its type in f is int",
     'int k: "a" or "b".': "a clause of the kind `strings`",
     "int k: (h, w).": "got `(` in `(h, w)`",
     "float t: > 0. and < 1.": "text begins with a capital letter, got `and < 1.`",
@@ -180,8 +209,20 @@ WRONG_NUMBERS = {
     "bool? k: Text.": "write a default that means none, such as False",
     "str? k: Text.": "kernels take no str? `k`; write a default that means none",
     "int k: <= N.": "| n <= N, in the line of a tensor",
-    "bool k: 0 to 1.": "in f the argument is a bool, which has text only",
+    "bool k: 0 to 1.": "its type in f is bool, which has text only",
     "float k: float32.": "which has clauses of the kind bounds only",
+    "float k: [0, 1].": "which has clauses of the kind bounds only, such as 0 to 1",
+    "float k: in [0, 1].": "got `in` in `in [0, 1]`",
+    "float? k=1: Text.": "the default of `k` is no float?; write 1.0",
+    "bool k=1: Text.": "`f`: the default of `k` is no bool",
+    "int k=1, float t: > 0.": "`f`: arguments without a default come first",
+    "float lambda: > 0.": "`f`: `lambda` is a keyword of Python; write `lambda_`",
+    "float kernels: > 0.": "`f`: no argument or result is named kernels",
+    "float vmap: > 0.": "`f`: no argument or result is named vmap",
+    "int? N: >= 1.": "`N`: a size of a shape has this name, so its type is int, but in f it is int?",
+    "float N: > 1.": "so its type is int, but in f it is float",
+    "int[] N: Text.": "so its type is int, but in f it is int[]",
+    "Tensor N: [N]; like x.": "so its type is int, but in f it is Tensor",
     "Scalar k: Text.": "kernels take no Scalar `k`",
     "Tensor[] k: Text.": "kernels take no Tensor[] `k`",
 }
@@ -215,6 +256,24 @@ f(Tensor x) -> Tensor z | x [N]; float64.
     no line describes its result `z`
 f(Tensor x) -> Tensor | x [N]; float64. | y [N]; like x.
     its results have names
+f(Tensor x) -> Tensor y | y [N]; like x.
+    line 1: `f`: no line describes its argument `x`
+is(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 1: `is`: `is` is a keyword of Python; write `is_`
+mine::in(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 1: `mine::in`: `in` is a keyword of Python
+f(Tensor x, float None) -> Tensor y | x [N]; float64. | None > 0. | y [N]; like x.
+    expected ident but found 'None'
+g(Tensor x, int N) -> Tensor y | f(Tensor x, int? N) -> Tensor y | x [N]; float64. | N >= 1. | y [N]; like x.
+    line 4: `N`: a size of a shape has this name, so its type is int, but in f it is int?
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; >= 0.
+    line 3: `y`: a clause of the kind `bounds`, but its type in f is Tensor
+f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x; "a" or "b".
+    line 3: `y`: a clause of the kind `strings`, but its type in f is Tensor
+f(Tensor x) -> Tensor y | x [N]; float32 or float64. | y [N]; float32 or float64.
+    line 3: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
+f(Tensor x) -> Tensor y | g(Tensor x, Tensor w) -> Tensor y | x [N]; int64. | w [N]; float32 or float64. | y [N]; like w.
+    line 5: `y`: no argument of f selects one of its dtypes; write one dtype, or `like x`
 f(Tensor x) -> Tensor y | f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
     line 2: `f`: a second schema
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | x [N]; float64.
@@ -285,6 +344,22 @@ f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | h(Tensor x) -> Tensor y | x 
     a second time f
 f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f, g
     expected `of`, got the end in `f, g`
+f(Tensor x, int k) -> Tensor y | g(Tensor x, float k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
+    f cannot use those of g: they take `k` as float
+f(Tensor x, int? k) -> Tensor y | g(Tensor x, float? k) -> Tensor y | x [N]; float64. | k > 0. | y [N]; like x. | kernels f of g
+    f cannot use those of g: they take `k` as float?
+f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | h(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of g; g of h
+    the kernels of g are those of h; write `f of h`
+f(Tensor x) -> Tensor y | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | kernels f of g | kernels g of f
+    line 6: `kernels`: a second line, where `;` would continue the first one
+f(Tensor x) -> Tensor y |   kernels f of g | g(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x.
+    line 2: documentation that reads like the line of `kernels`; write that line in the first
+f(Tensor x) -> Tensor y |   kernels  on CUDA. | x [N]; float64. | y [N]; like x.
+    line 2: documentation that reads like the line of `kernels`
+f(Tensor x) -> Tensor y |   vmap joins N | x [N]; float64. | y [N]; like x.
+    line 2: documentation that reads like the line of `vmap`
+f(Tensor x) -> Tensor y |   y  = 2 x | x [N]; float64. | y [N]; like x.
+    or begin the documentation's with another word
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap joins M
     no tensor above has the size M
 f(Tensor x) -> Tensor y | x [N]; float64. | y [N]; like x. | vmap N
@@ -368,17 +443,24 @@ WRONG_KERNELS = {
     "a workspace in the wrong place": (kernel("workspace_first"), "3 parameters for 2"),
     "a stream in the wrong place": (kernel("stream_first"), "3 parameters for 2"),
     "a position without entries": (kernel("position"), "no argument has entries"),
+    "a double for a float16": (kernel("copy", COPY.replace("float64", "float16")), "expected View<const float32, 1> for `x`, got View<const float64, 1>"),
     "a type that the contract excludes": (kernel("copy_int"), "expected View<const float64, 1> for `x`, got View<const int64, 1>"),
     "two types that are alike": (kernel("mixed", COPY.replace("float64", "float32 or float64")), "expected View<float32, 1> for `y`, got View<float64, 1>"),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def read():
-    """Return the function that reads a contract and returns "ok" or the error."""
+def read_contracts():
+    """Return the library that reads contracts."""
     source = Path(__file__).parent / "read_contracts.cpp"
     include = ROOT / "contracts" / "runtime"
-    return calcops_jit.load("read_contracts", [source], extra_include_paths=[include]).read
+    return calcops_jit.load("read_contracts", [source], extra_include_paths=[include])
+
+
+@pytest.fixture(scope="module")
+def read(read_contracts):
+    """Return the function that reads a contract and returns "ok" or the error."""
+    return read_contracts.read
 
 
 @pytest.mark.parametrize("case", [*RIGHT, *RIGHT_KERNELS])
@@ -444,6 +526,7 @@ TEXTS = [
 DOCUMENTATIONS = [
     "The rows of x, and y = 2*x.\n\n  x is read twice, and y is like x.\n  y = 2*x, so x > 0.",
     'For x in [0, 1], or\n  x "as" it is.\n\n  x\n  y\n  vmap is quick.',
+    "Runs the\n  kernels of another operator.",
 ]
 
 
@@ -452,6 +535,14 @@ def test_text_and_documentation_that_read_like_prose_are_accepted(read):
         assert read(contract(f"[N]; float64. {text}")) == "ok"
     for text in DOCUMENTATIONS:
         assert read(contract().replace("\nx ", f"\n  {text}\nx ", 1)) == "ok"
+
+
+@pytest.mark.parametrize("indentation", [" ", "  ", "\t", "        "])
+def test_documentation_loses_the_indentation_of_its_first_line(indentation, read_contracts):
+    lines = ["Summary.", "", "A list", "  of rows,", "", "and its end."]
+    documentation = "\n".join(line and indentation + line for line in lines)
+    text = contract().replace("\nx ", f"\n{documentation}\nx ", 1)
+    assert read_contracts.details(text) == "\n".join(lines[2:])
 
 
 @pytest.mark.parametrize("text, message", [*wrong_contracts(), *WRONG_KERNELS.values()])
