@@ -214,10 +214,12 @@ class Registration:
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
         """Return the error if a schema differs from that in `earlier`."""
         lines: list[str] = []
+        known: dict[str, str] = {}  # a name has the same schema in all of `earlier`
         for old in earlier:
-            for name in sorted(old.defs.keys() & self.defs.keys()):
-                if old.defs[name] != self.defs[name]:
-                    lines += [name, *_difference(old.defs[name], self.defs[name])]
+            known |= old.defs
+        for name in sorted(known.keys() & self.defs.keys()):
+            if known[name] != self.defs[name]:
+                lines += [name, *_difference(known[name], self.defs[name])]
         if not lines:
             return None
         what = f"cannot reload {self.name}: a schema changed, so nothing was exchanged"
@@ -236,8 +238,10 @@ class Registration:
         names = set().union(*(other.names() for other in replaced))
         if names:  # else this library lists nothing
             names = names & self.names() - set().union(*(other.names() for other in others))
-        # It registers everything, or nothing if another name is registered already.
-        answer = self._call("commit", "\n".join(sorted(names)).encode())
+        # It registers everything, or nothing if another name is registered already. Without any
+        # text, a library that has registered itself stays as it is. One that returns does not.
+        mine = "\n".join(sorted(names)) + "\n" * (self in _taken)
+        answer = self._call("commit", mine.encode())
         for line in answer.splitlines()[1:]:
             name, origin = line.split("\t")
             raise self._clash(name, [other for other in others if name in other.names()], origin)
@@ -268,13 +272,16 @@ class Registration:
 
     def _open(self, newer: Registration) -> None:
         """Undo _close_missing() for the operators of a newer registration."""
-        for name in self._missing and self._missing & newer.defs.keys():
+        names = self._missing and self._missing & newer.defs.keys()
+        for name in names:
             self._library.calcops_jit_retire(f"{name} missing".encode())
-            self._missing.remove(name)
+        self._missing = self._missing - names
+        _forget_dispatch(names)  # a trace has called the kernel that was removed
 
     def _clash(self, name: str, owners: list[Registration], origin: str) -> BuildError:
         evidence = [f"{owner.name} of {owner.place} has it" for owner in owners]
-        evidence += [origin] if origin else []
+        if origin and not owners:  # else it may be an earlier library that had the same schema
+            evidence.append(origin)
         evidence.append(f"{self.name} of {self.place} would take its place")
         what = f"cannot load {self.name}: {name} is there already"
         fix = "load only one of the two, or give one another namespace"

@@ -142,6 +142,54 @@ print(calcops_jit.reload(), load("ops", "c/ops.cpp").two(one).item(), hasattr(b,
     assert moved == "['ops'] 2.0 False"
 
 
+def contract(name: str, factor: int) -> str:
+    """Return a source with an operator of the namespace `shared`."""
+    text = CONTRACT.format(name=name, factor=factor)
+    return text.replace(f"{name}(Tensor", f"shared::{name}(Tensor").replace(
+        f'cpu("{name}"', f'cpu("shared::{name}"'
+    )
+
+
+def test_a_compiled_function_calls_the_library_that_takes_over_an_operator(checkout):
+    checkout.put("a.cpp", contract("moved", 2))
+    checkout.put("b.cpp", contract("moved", 7))
+    script = """
+a = load("a", "a.cpp")
+compiled = torch.compile(lambda x: torch.ops.shared.moved(x), backend="eager")
+print(compiled(one).item())
+Path("a.cpp").write_text("int moved;")
+calcops_jit.reload()
+try:
+    compiled(one)
+except RuntimeError as error:
+    print("no longer in library `a`" in str(error))
+load("b", "b.cpp")
+print(torch.ops.shared.moved(one).item(), compiled(one).item())
+"""
+    assert output(checkout, script) == ["2.0", "True", "7.0 7.0"]
+
+
+def test_a_library_cannot_return_to_an_operator_that_another_library_has_by_now(checkout):
+    for name, factor in ("first", 2), ("second", 3):
+        checkout.put(f"{name}.cpp", contract(name, factor))
+    checkout.put("a.cpp", contract("first", 2))
+    checkout.put("b.cpp", contract("first", 7))
+    script = """
+a = load("a", "a.cpp")
+Path("a.cpp").write_text(Path("second.cpp").read_text())
+calcops_jit.reload()
+load("b", "b.cpp")
+Path("a.cpp").write_text(Path("first.cpp").read_text())
+print(error_of(calcops_jit.reload))
+print(torch.ops.shared.first(one).item(), a.second(one).item())
+"""
+    *error, last = output(checkout, script)
+    assert error[0] == "cannot load a: shared::first is there already"
+    assert error[1] == f"  b of {checkout.project.resolve()} has it"
+    assert not any("a.cpp" in line for line in error)  # the line of the kernel that is gone
+    assert last == "7.0 3.0"
+
+
 def test_a_library_that_torch_loaded_is_used_and_another_copy_is_an_error(checkout):
     checkout.put("ops.cpp", CONTRACT.format(name="one", factor=1))
     (path,) = output(checkout, "print(os.fspath(load('ops', 'ops.cpp')))")
