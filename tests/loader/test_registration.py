@@ -81,10 +81,36 @@ def test_the_error_of_a_kernel_that_no_contract_names_has_its_line(checkout):
     assert fix == "  fix: correct the kernel's name, or the contract"
 
 
-def test_an_operator_of_the_name_of_an_attribute_of_pytorch_is_an_error(checkout):
-    checkout.put("mine.cpp", CONTRACT.format(name="name", factor=2))
+def contract(name: str, factor: int, namespace: str = "shared") -> str:
+    """Return a source with an operator of a namespace."""
+    text = CONTRACT.format(name="scaled", factor=factor)
+    for part in "scaled(Tensor", 'scaled"':
+        text = text.replace(part, f"{namespace}::{part.replace('scaled', name)}")
+    return text
+
+
+@pytest.mark.parametrize("name", ["name", "__init__"])
+def test_an_operator_of_the_name_of_an_attribute_of_pytorch_is_an_error(checkout, name):
+    checkout.put("mine.cpp", contract(name, 2))
     title, *_ = output(checkout, "print(error_of(lambda: load('mine', 'mine.cpp')))")
-    assert title == "cannot register mine: an operator may not be called `name`"
+    assert title == f"cannot register mine: an operator may not be called `{name}`"
+
+
+@pytest.mark.parametrize("namespace", ["aten", "higher_order", "load_library", "__file__"])
+def test_an_operator_in_a_namespace_of_pytorch_is_an_error(checkout, namespace):
+    checkout.put("mine.cpp", contract("scaled", 2, namespace))
+    title, *_ = output(checkout, "print(error_of(lambda: load('mine', 'mine.cpp')))")
+    assert title == f"cannot register mine: `{namespace}` is no namespace for operators"
+
+
+def test_a_library_builds_beside_an_operator_whose_name_pytorch_cannot_read(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+foreign = torch.library.Library("is", "FRAGMENT")
+foreign.define("f(Tensor x) -> Tensor")
+print(load("mine", "mine.cpp").twice(one).item())
+"""
+    assert output(checkout, script) == ["2.0"]
 
 
 def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
@@ -140,14 +166,6 @@ print(calcops_jit.reload(), load("ops", "c/ops.cpp").two(one).item(), hasattr(b,
         assert words in text
     assert last == "1.0"
     assert moved == "['ops'] 2.0 False"
-
-
-def contract(name: str, factor: int) -> str:
-    """Return a source with an operator of the namespace `shared`."""
-    text = CONTRACT.format(name=name, factor=factor)
-    return text.replace(f"{name}(Tensor", f"shared::{name}(Tensor").replace(
-        f'cpu("{name}"', f'cpu("shared::{name}"'
-    )
 
 
 def test_a_compiled_function_calls_the_library_that_takes_over_an_operator(checkout):
