@@ -6,6 +6,7 @@ import atexit
 import builtins
 import functools
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -90,7 +91,8 @@ def operator(line: str, cell: str) -> None:
             write_whole(source, _loaded[source].encode())
         if isinstance(error, (BuildError, ValueError)):
             what = str(error).replace(source, "cell").partition("; `extra_include_paths`")[0]
-            what = what.replace("extra_include_paths", "--cflags=-I...").replace("extra_", "--")
+            what = what.replace("extra_include_paths", "--cflags=-I...")
+            what = re.sub(r"=\['(\S+)'\]", r"=\1", what).replace("extra_", "--")
             error = BuildError(what.replace("calcops_jit.load:", "%%operator:"))
         raise error from None
     _loaded[source] = text

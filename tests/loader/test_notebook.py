@@ -283,13 +283,25 @@ def test_the_fix_of_an_unwritable_cache_is_a_line_for_a_notebook_and_works(kerne
         ("unset CXX", "fix: %env CXX="),
         ("export LD_PRELOAD=/a.so", "and start Jupyter again from this shell"),
         ("export MAX_JOBS=1, or raise: ulimit -u", "or raise: ulimit -u"),
-        ("python -m calcops_jit clean", "fix: python -m calcops_jit clean"),
+        ("ulimit -n $(ulimit -H -n)", "and start Jupyter again from this shell"),
+        ("python -m calcops_jit clean", "fix: !python -m calcops_jit clean"),
+        ("less /a/failed.log", "fix: !cat /a/failed.log"),
+        ("find / -name 'a b' 2> /dev/null; it is here", "fix: !find / -name 'a b' 2> /dev/null"),
+        ("c++filt _Z1fv; add its source, or its library", "add its source, or its library"),
+        ("correct a.cpp:1", "fix: correct a.cpp:1"),
     ],
 )
-def test_a_fix_by_a_variable_is_a_line_for_a_notebook(kernel, fix, shown):
+def test_the_command_of_a_fix_is_a_line_for_a_notebook(kernel, fix, shown):
     call = f"from _calcops_jit.messages import report\nprint(report('what', [], {fix!r}))"
     lines = kernel.run(call).out.splitlines()
     assert shown in [line.strip() for line in lines]
+
+
+def test_a_long_line_of_an_error_has_its_end_and_no_path_of_the_cell(kernel):
+    error = kernel.run(CELL.replace("x.shape[0]", "x.size(0)")).error
+    message = next(line for line in error.splitlines() if "has no member" in line)
+    assert message.startswith("  cell:")
+    assert message.endswith("has no member named ‘size’")
 
 
 def test_check_makes_an_index_out_of_bounds_an_error_and_keeps_the_handles(kernel):
@@ -391,6 +403,7 @@ def test_a_header_beside_the_notebook_is_found_and_a_missing_one_names_cflags(ke
         cell("linked", "--cflags=-DFACTOR=1", "--ldflags=-lnosuch", header="cstdint")
     ).error
     assert "nosuch" in error
+    assert "--ldflags=-L... takes its folder" in error
 
 
 def test_a_cell_for_cuda_needs_a_pytorch_with_cuda(kernel):
