@@ -128,6 +128,19 @@ except AttributeError as error:
         assert words in text
 
 
+def test_the_error_of_a_private_operator_has_its_path(checkout):
+    checkout.put("mine.cpp", contract("_hidden", 2))
+    script = """
+try:
+    load("mine", "mine.cpp")._hidden
+except AttributeError as error:
+    print(error)
+print(torch.ops.shared._hidden(one).item())
+"""
+    message = "`_hidden` is private: call torch.ops.shared._hidden"
+    assert output(checkout, script) == [message, "2.0"]
+
+
 def test_the_error_of_a_python_module_says_that_it_has_no_operators(checkout):
     checkout.put(
         "module.cpp", "#include <Python.h>\nPyMODINIT_FUNC PyInit_module() { return 0; }\n"
@@ -593,6 +606,22 @@ print(error_of(lambda: module.handle(one)))
     for line in output(checkout, script):
         assert "cannot unpickle mine: " in line
         assert "mine.cpp" in line
+
+
+def test_an_old_pickle_leaves_the_checks_of_a_loaded_library_as_they_are(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+import pickle
+checked = calcops_jit.load("mine", "mine.cpp", check=True)
+path = checked.path
+text = pickle.dumps(checked.twice)
+mine = calcops_jit.load("mine", "mine.cpp")
+unchecked_path = mine.path
+print(pickle.loads(text) is mine.twice, mine.path == unchecked_path, path == unchecked_path)
+Path("mine.cpp").write_text(Path("mine.cpp").read_text().replace("2 *", "3 *"))
+print(pickle.loads(text)(one).item())
+"""
+    assert output(checkout, script) == ["True True False", "3.0"]
 
 
 def test_a_pickled_handle_is_loaded_in_another_process(checkout):
