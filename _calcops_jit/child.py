@@ -105,8 +105,11 @@ class Child:
         except ChildProcessError:  # another thread waits for every child
             return True
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> BaseException:
+        """Return how the child ended. The stop button of a notebook may end a child that begins."""
         status = self._end()
+        if status == -signal.SIGINT:
+            return KeyboardInterrupt()
         name = signal.Signals(-status).name if status < 0 else ""
         return Ended(f"ends the process {f'by {name}' if name else f'({status})'}")
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from . import cache, request
 from .cache import Generation
 from .inputs import TORCH, digest, state_of
-from .messages import BuildError, report, say
+from .messages import BuildError, notebook_shell, report, say
 from .registration import Registration
 from .request import Request
 
@@ -83,6 +83,10 @@ class Library:
 
     def __getattr__(self, name: str):
         if name.startswith("_"):  # copy looks for methods of such names
+            for operator in self._generation.manifest["operators"]:
+                if operator.endswith(f"::{name}"):
+                    path = operator.replace("::", ".")
+                    raise AttributeError(f"`{name}` is private: call torch.ops.{path}")
             raise AttributeError(name)
         what = f"no operator `{name}` in {self._generation.path}"
         if any(name in old.short_names() for old in self._registrations.values()):
@@ -103,15 +107,20 @@ _one_at_a_time = threading.RLock()
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
-def obtain(wanted: Request, build: bool = True, replaced: Library | None = None) -> Library | None:
+def obtain(wanted: Request, build: bool = True) -> Library | None:
     """Load the library for a request. Build it if neither the cache nor a wheel has it.
 
-    Return None if it is not built and `build` is False. `replaced` is the Library that is
-    exchanged. By default, it is that of the same arguments.
+    Return None if it is not built and `build` is False. The loaded library of the same arguments is
+    exchanged.
     """
     with _exchanges():
-        library = replaced or _find_loaded(wanted)
-        return library if _load(library, wanted, build) else None
+        library = _find_loaded(wanted)
+        if not _load(library, wanted, build):
+            return None
+        manifest = library._generation.manifest
+        if notebook_shell() and not manifest["operators"] and not manifest.get("extends"):
+            say(f"{wanted.name} registers no operator")
+        return library
 
 
 @contextlib.contextmanager
@@ -206,11 +215,21 @@ def _find_loaded(wanted: Request) -> Library:
 
     The sources may be given by other paths.
     """
+    if wanted.is_cell:
+        return _cell(wanted.name) or Library(wanted)
     for library in _loaded:
         have_equal_arguments = _arguments(library._request) == _arguments(wanted)
         if have_equal_arguments and _spellings(library._request) & _spellings(wanted):
             return library
     return Library(wanted)
+
+
+def _cell(name: str) -> Library | None:
+    """Return the library of the notebook's cells of a name, which replace each other."""
+    for library in _loaded:
+        if library._request.is_cell and library._request.name == name:
+            return library
+    return None
 
 
 def _arguments(wanted: Request) -> tuple:
@@ -495,8 +514,16 @@ class _Unavailable:
 
 
 def _unpickled(asked: dict | None) -> Library | _Unavailable:
+    """Return the library of these arguments. A loaded one keeps its `check`."""
     try:
-        return obtain(request.request_for(**asked) if asked else request.own())
+        is_cell = asked and f"/{request.CELLS}" in asked["sources"][0]
+        library = _cell(asked["name"]) if is_cell else None
+        if library is None:  # the file of an earlier notebook's cell may be gone
+            wanted = request.request_for(**asked) if asked else request.own()
+            library = _find_loaded(wanted)
+        if library in _loaded:
+            wanted = request.again(library._request, _followed)
+        return obtain(wanted)
     except Exception as error:
         return _Unavailable(f"cannot unpickle {asked['name'] if asked else 'calcops'}: {error}")
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 _MAX_LINES = 12
+_MAX_WIDTH = 300  # of a line of evidence
 _REDRAW_S = 0.5
 _LOG_S = 10.0
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
@@ -90,6 +91,8 @@ _CAUSES_OF_ERROR = r"""
     a Contract takes a text and arrays -> write: const calcops::Contract contract(R"(...)"); arrays of Derivative, Check or Composition may follow
 expected (?:unqualified-id|an identifier).*\n.*\b(?:Contract|Kernel)\(
     an object needs a name -> write: const calcops::Contract contract(...); and: const calcops::Kernel cpu(...);
+\bCheckedPointer<|[‘']auto\*[’'] from [‘'].*::data[’']
+    with checks, data is no plain pointer -> write +x.data where a pointer is needed, or build without check
 unterminated raw string|raw string missing terminating
     a contract does not end -> end it with )");
 missing (?:terminating|closing) .*(?:"|quote)
@@ -163,25 +166,32 @@ def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildErro
     if log:
         last_lines.append(f"  log: {log}")
     max_evidence_lines = _MAX_LINES - 1 - len(last_lines)
-    lines = [f"  {line.rstrip()[:200]}" for line in evidence[:max_evidence_lines]]
+    lines = [f"  {_cut(line.rstrip())}" for line in evidence[:max_evidence_lines]]
     return BuildError("\n".join([what, *lines, *last_lines]))
 
 
+def _cut(line: str) -> str:
+    """Return a line, shortened at its end. A cell's path in it is long, and not shown."""
+    return line if len(line) <= _MAX_WIDTH else f"{line[:_MAX_WIDTH]}…"
+
+
 def _in_notebook(fix: str) -> list[str]:
-    """Return the lines of a fix. In a notebook, a magic sets a variable in place of a shell."""
-    command, _, others = fix.partition(", ")
-    match = re.fullmatch(r"(?:export|unset) (\w+)=?(.*)", command)
-    if not match or not notebook_shell():
+    """Return the lines of a fix. In a notebook, a command becomes a line that a cell can run."""
+    if not notebook_shell():
         return [fix]
-    name, value = match.groups()
-    if name in ("LD_PRELOAD", "GLIBC_TUNABLES"):  # only a new process reads these
+    command, *others = re.split("[,;] ", fix, maxsplit=1)
+    variable = re.fullmatch(r"(?:export|unset) (\w+)=?(.*)", command)
+    if re.match("export (LD_PRELOAD|GLIBC_TUNABLES)|ulimit ", command):  # for a new process
         return [command, "and start Jupyter again from this shell"]
-    value = value.strip("'")  # %env would keep the quotes
-    lines = [
-        f"%env {name}={value}",
-        "and run the cell again; after an import: calcops_jit.reload()",
-    ]
-    return [*lines, others] if others else lines
+    if variable:
+        name, value = variable.groups()
+        value = value.strip("'")  # %env would keep the quotes
+        again = "and run the cell again; after an import: calcops_jit.reload()"
+        return [f"%env {name}={value}", again, *others]
+    if re.match(r"(?:find|less|c\+\+filt|pip|\S*python\S*) ", command):
+        command = re.sub("^less ", "cat ", command)  # a cell has no keyboard
+        return [f"!{command}", *others]
+    return [fix]
 
 
 def explain(what: str, output: str, log: str = "", unknown: BuildError | None = None) -> BuildError:

@@ -6,6 +6,7 @@ import atexit
 import builtins
 import functools
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -21,7 +22,6 @@ from .messages import BuildError, ShortErrors
 from .request import CELLS, request_for
 
 _loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
-_libraries: dict[str, library.Library] = {}  # {name: the library of its last cell}
 _bound: dict[str, dict] = {}  # {name: {operator: handle} that its last cell defined}
 
 
@@ -44,9 +44,12 @@ def _folder() -> str:
 )
 @argument("--cuda", action="store_true", help="the cell is CUDA")
 @argument(
-    "--cflags", default="", help="more flags for the compiler, nvcc with --cuda: --cflags='-O2 -g'"
+    "--cflags",
+    action="append",
+    default=[],
+    help="more flags for the compiler, nvcc with --cuda: --cflags='-O2 -g'",
 )
-@argument("--ldflags", default="", help="more flags for the linker")
+@argument("--ldflags", action="append", default=[], help="more flags for the linker")
 @argument(
     "--overwrite",
     action="store_true",
@@ -75,8 +78,8 @@ def operator(line: str, cell: str) -> None:
     text = f"\n{cell}"  # the empty line stands for %%operator
     write_whole(source, text.encode())
     settings = {
-        "extra_cuda_cflags" if options.cuda else "extra_cflags": options.cflags,
-        "extra_ldflags": options.ldflags,
+        "extra_cuda_cflags" if options.cuda else "extra_cflags": " ".join(options.cflags),
+        "extra_ldflags": " ".join(options.ldflags),
         "check": options.check,
         "verbose": options.verbose,
         "beside": os.getcwd(),
@@ -84,17 +87,17 @@ def operator(line: str, cell: str) -> None:
     try:
         with ShortErrors():
             wanted = request_for(options.name, source, **settings)
-            loaded = library.obtain(wanted, replaced=_libraries.get(options.name))
+            loaded = library.obtain(wanted)
     except BaseException as error:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())
         if isinstance(error, (BuildError, ValueError)):
             what = str(error).replace(source, "cell").partition("; `extra_include_paths`")[0]
-            what = what.replace("extra_include_paths", "--cflags=-I...").replace("extra_", "--")
+            what = what.replace("extra_include_paths", "--cflags=-I...")
+            what = re.sub(r"=\['(\S+)'\]", r"=\1", what).replace("extra_", "--")
             error = BuildError(what.replace("calcops_jit.load:", "%%operator:"))
         raise error from None
     _loaded[source] = text
-    _libraries[options.name] = loaded
     for handle in loaded.operators.values():
         print(handle.__doc__.partition("\n\n")[0])  # its schemas
     _bind(options.name, loaded.operators, options.overwrite)
@@ -103,10 +106,9 @@ def operator(line: str, cell: str) -> None:
 def _bind(library_name: str, operators: dict, overwrite: bool) -> None:
     """Define a cell's operators in the notebook, except under names that mean something else."""
     shell = get_ipython()
-    ours = [*operators.values()]
-    for handles in _bound.values():
-        ours += handles.values()
-    for name, handle in _bound.get(library_name, {}).items():
+    earlier = _bound.get(library_name, {})
+    ours = [*operators.values(), *earlier.values()]
+    for name, handle in earlier.items():
         if name not in operators and shell.user_ns.get(name) is handle:
             del shell.user_ns[name]
             print(f"`{name}` is gone: the cell has no such operator any more")

@@ -23,7 +23,7 @@ import torch
 from .cache import Generation, differences
 from .inputs import Inputs
 from .messages import BuildError, explain, report, say
-from .request import Request, once
+from .request import Request, is_reserved, once
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
 _with_fast_math: set[str] = set()  # names of libraries
@@ -62,9 +62,24 @@ def described(request: Request, product: str, inputs: Inputs) -> dict:
     for name in {name.partition(".")[0] for name in direct if " " not in name} - operators.keys():
         if schemas := torch._C._jit_get_schemas_for_operator(name):
             operators[name] = "\n".join(map(str, schemas))
+    for name in operators:
+        _check_name(request.name, name)
     implemented = {re.split("[ .]", name)[0] for name in {*direct, *registration.impls}}
     extended = implemented - operators.keys()
     return {"operators": operators, "direct": sorted(direct), "extends": sorted(extended)}
+
+
+def _check_name(library: str, name: str) -> None:
+    """Check that torch.ops reaches an operator, and that it is not among PyTorch's."""
+    namespace, _, short = name.partition("::")
+    if is_reserved(namespace):
+        what = f"cannot register {library}: `{namespace}` is no namespace for operators"
+        evidence = f"{name} is in a namespace of PyTorch, or torch.ops cannot reach it"
+        raise report(what, [evidence], "give the operator another namespace")
+    if short in ("name", "_dir") or re.fullmatch("__.*__", short):
+        what = f"cannot register {library}: an operator may not be called `{short}`"
+        evidence = f"torch.ops.{namespace}.{short} is an attribute of PyTorch"
+        raise report(what, [evidence], "give the operator another name")
 
 
 def _registered() -> set[str]:
@@ -79,7 +94,11 @@ def _registered() -> set[str]:
 
 def _states() -> dict[str, str]:
     """Return {operator: a description of its kernels}. A kernel may have replaced another one."""
-    return {name: torch._C._dispatch_dump(name) for name in torch._C._dispatch_get_all_op_names()}
+    states = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        with contextlib.suppress(RuntimeError):  # PyTorch cannot read a name such as `is::f`
+            states[name] = torch._C._dispatch_dump(name)
+    return states
 
 
 def _linked(request: Request, inputs: Inputs) -> dict[str, str]:
@@ -203,21 +222,17 @@ class Registration:
         for entry in self._call("documentation").split("\x1e")[:-1]:
             name, _, text = entry.partition("\n")
             lines[name] += ["", text.strip()]
-        for name in lines:
-            short = name.partition("::")[2]
-            if short in ("name", "_dir"):
-                what = f"cannot register {self.name}: an operator may not be called `{short}`"
-                evidence = f"torch.ops.{self.name}.{short} is an attribute of PyTorch"
-                raise report(what, [evidence], "give the operator another name")
         return {name: "\n".join(block) for name, block in sorted(lines.items())}
 
     def refusal(self, earlier: list[Registration]) -> BuildError | None:
         """Return the error if a schema differs from that in `earlier`."""
         lines: list[str] = []
+        known: dict[str, str] = {}  # a name has the same schema in all of `earlier`
         for old in earlier:
-            for name in sorted(old.defs.keys() & self.defs.keys()):
-                if old.defs[name] != self.defs[name]:
-                    lines += [name, *_difference(old.defs[name], self.defs[name])]
+            known |= old.defs
+        for name in sorted(known.keys() & self.defs.keys()):
+            if known[name] != self.defs[name]:
+                lines += [name, *_difference(known[name], self.defs[name])]
         if not lines:
             return None
         what = f"cannot reload {self.name}: a schema changed, so nothing was exchanged"
@@ -236,8 +251,10 @@ class Registration:
         names = set().union(*(other.names() for other in replaced))
         if names:  # else this library lists nothing
             names = names & self.names() - set().union(*(other.names() for other in others))
-        # It registers everything, or nothing if another name is registered already.
-        answer = self._call("commit", "\n".join(sorted(names)).encode())
+        # It registers everything, or nothing if another name is registered already. Without any
+        # text, a library that has registered itself stays as it is. One that returns does not.
+        mine = "\n".join(sorted(names)) + "\n" * (self in _taken)
+        answer = self._call("commit", mine.encode())
         for line in answer.splitlines()[1:]:
             name, origin = line.split("\t")
             raise self._clash(name, [other for other in others if name in other.names()], origin)
@@ -268,13 +285,16 @@ class Registration:
 
     def _open(self, newer: Registration) -> None:
         """Undo _close_missing() for the operators of a newer registration."""
-        for name in self._missing and self._missing & newer.defs.keys():
+        names = self._missing and self._missing & newer.defs.keys()
+        for name in names:
             self._library.calcops_jit_retire(f"{name} missing".encode())
-            self._missing.remove(name)
+        self._missing = self._missing - names
+        _forget_dispatch(names)  # a trace has called the kernel that was removed
 
     def _clash(self, name: str, owners: list[Registration], origin: str) -> BuildError:
         evidence = [f"{owner.name} of {owner.place} has it" for owner in owners]
-        evidence += [origin] if origin else []
+        if origin and not owners:  # else it may be an earlier library that had the same schema
+            evidence.append(origin)
         evidence.append(f"{self.name} of {self.place} would take its place")
         what = f"cannot load {self.name}: {name} is there already"
         fix = "load only one of the two, or give one another namespace"

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
+from keyword import iskeyword
 from types import SimpleNamespace
 
 import torch
@@ -97,12 +98,13 @@ _WRONG_FLAGS = {
         r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
     },
 }
-# Namespaces and attributes of torch.ops. An operator there could change PyTorch.
+# Namespaces and attributes of torch.ops. An operator there could change PyTorch or not be found.
 _OF_PYTORCH = frozenset(
-    "aten c10 c10d c10d_functional cuda debugprims export fsdp higher_order import_module inductor"
-    " inductor_prims load_library loaded_libraries mempool mkl mkldnn mkldnn_prepacked onednn onnx"
-    " onnx_symbolic prim prims profiler quantization quantized rngprims sparse static_runtime"
-    " streams symm_mem torch".split()
+    "_ _c10d_functional _c10d_functional_autograd _dir _dtensor _native _native_aot _quantized"
+    " _test aten c10 c10d c10d_functional coor cuda debug_mode_ops debugprims export flex_gemm"
+    " fsdp higher_order import_module inductor inductor_prims load_library loaded_libraries"
+    " mempool mkl mkldnn mkldnn_prepacked onednn onnx onnx_symbolic prim prims profiler"
+    " quantization quantized rngprims sparse static_runtime streams symm_mem torch".split()
 )
 _SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
 # {ending of a file that is no source: where it belongs}
@@ -319,6 +321,11 @@ def own(choice: cuda.Choice | None = None, level: str = "") -> Request:
 # ---- calcops_jit.load ----------------------------------------------------------------------------
 
 
+def is_reserved(namespace: str) -> bool:
+    """Return True for a namespace of PyTorch, and for one that is no name in Python's programs."""
+    return namespace in _OF_PYTORCH or iskeyword(namespace) or namespace.startswith("__")
+
+
 def request_for(
     name,
     sources,
@@ -349,8 +356,10 @@ def request_for(
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
-    if name in _OF_PYTORCH:
-        what = f"expected `name` other than PyTorch's namespaces, got {name!r}"
+    if is_reserved(name):
+        what = (
+            f"expected `name` that is no namespace of PyTorch and no word of Python, got {name!r}"
+        )
         raise ValueError(f"calcops_jit.load: {what}")
     paths = _source_paths(sources)
     cuda_sources = [path for path in paths if path.endswith(".cu")]

@@ -285,6 +285,16 @@ MISTAKES = {
         "a contract does not end",
         'end it with )"',
     ),
+    "a pointer with checks": (
+        "auto* f(calcops::View<double, 1> x) { auto* data = x.data; return data; }",
+        "with checks, data is no plain pointer",
+        "write +x.data",
+    ),
+    "a cast with checks": (
+        "auto f(calcops::View<int, 1> x) { return reinterpret_cast<char*>(x.data); }",
+        "with checks, data is no plain pointer",
+        "write +x.data",
+    ),
     "a view without its namespace": ("void g(View<const double, 1> x) {}", "error at ", "correct "),
     "a mistake before others": (
         'void g() { nothing(); }\nconst calcops::Kernel cpu("twice", twice);',
@@ -302,7 +312,8 @@ def test_the_error_of_a_mistake_in_an_operator_has_its_line_and_its_cause(
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} here")
     line, cause, fix = MISTAKES[mistake]
-    message = build_error(checkout, f"{OPERATOR}{line}\n", CXX=compiler)
+    check = "checks" in mistake
+    message = build_error(checkout, f"{OPERATOR}{line}\n", CXX=compiler, check=check)
     title, place, *quoted = message.splitlines()
     assert title.startswith(f"cannot build mine: {cause}")
     assert f"{checkout.project.resolve()}/mine.cpp:4:" in place

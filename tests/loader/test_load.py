@@ -105,7 +105,11 @@ def test_an_argument_that_is_neither_string_nor_path_is_refused(source, argument
 
 
 @pytest.mark.parametrize(
-    "name", ["a/b", "", "calcops", "a" * 201, "ä b", None, "aten", "torch", "prim", "load_library"]
+    "name",
+    [
+        *("a/b", "", "calcops", "a" * 201, "ä b", None, "aten", "torch", "prim", "load_library"),
+        *("class", "is", "True", "__file__", "__init__", "_dir", "_", "_quantized"),
+    ],
 )
 def test_an_invalid_library_name_is_refused(source, name):
     with pytest.raises(ValueError, match="expected `name` "):

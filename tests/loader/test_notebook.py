@@ -215,10 +215,34 @@ def test_an_operator_that_a_cell_has_no_longer_leaves_the_notebook(kernel):
     assert kernel.run(state).out == "False 3 True\n"
 
 
-def test_a_later_cell_of_another_name_takes_over_the_name_of_an_operator(kernel):
+def test_a_name_stays_that_of_its_cell_when_another_library_has_it_and_loses_it(kernel):
     kernel.run(cell_of("one_library", "shared"))
-    assert "torch.ops" not in kernel.run(cell_of("other_library", "shared")).out
-    assert kernel.run("print(shared is torch.ops.other_library.shared)").out == "True\n"
+    assert "torch.ops.other_library.shared" in kernel.run(cell_of("other_library", "shared")).out
+    assert "is gone" not in kernel.run(cell_of("other_library", "another")).out
+    assert kernel.run("print(shared is torch.ops.one_library.shared)").out == "True\n"
+
+
+def test_a_cell_without_an_operator_says_so(kernel):
+    assert "plain registers no operator\n" in kernel.run("%%operator plain\nint one;").err
+    kernel.run("open('plain.cpp', 'w').write('int two;')")
+    result = kernel.run("calcops_jit.load('plain_file', 'plain.cpp')")
+    assert "plain_file registers no operator\n" in result.err
+
+
+def test_the_cell_of_an_unpickled_operator_replaces_its_library(kernel, folder):
+    cell = cell_of("stored", "kept_in_file")
+    with Kernel(folder) as other:
+        other.run("import calcops_jit, pickle, shutil, torch")
+        other.run(cell)
+        other.run("text = pickle.dumps(kept_in_file)")
+        other.run("open('stored', 'wb').write(text)")
+        kernel.run("import pickle\nwith open('stored', 'rb') as file: stored = pickle.load(file)")
+        assert kernel.run("print(stored(one).item())").out == "2.0\n"
+        assert kernel.run(cell.replace("2 * x(i)", "3 * x(i)")).error == ""
+        assert kernel.run("print(stored(one).item())").out == "3.0\n"
+    # The other notebook's cell is gone now.
+    kernel.run("with open('stored', 'rb') as file: stored = pickle.load(file)")
+    assert kernel.run("print(stored(one).item(), stored is kept_in_file)").out == "3.0 True\n"
 
 
 # Sends the notebook's own process what the stop button sends, a second later.
@@ -261,8 +285,8 @@ def called_in_worker(operator):
     kernel.run(cell_of("pickled", "sent"))
     assert kernel.run("print(called_in_worker(sent))").out == "2.0\n"
     kernel.run(cell_of("unpickled", "lost"))
-    kernel.run("from _calcops_jit import notebook")
-    kernel.run("shutil.rmtree(notebook._libraries['unpickled']._request.root)")
+    kernel.run("from _calcops_jit import library")
+    kernel.run("shutil.rmtree(library._cell('unpickled')._request.root)")
     error = kernel.run("called_in_worker(lost)").error
     assert error.startswith("BuildError: cannot unpickle unpickled: ")
 
@@ -283,13 +307,25 @@ def test_the_fix_of_an_unwritable_cache_is_a_line_for_a_notebook_and_works(kerne
         ("unset CXX", "fix: %env CXX="),
         ("export LD_PRELOAD=/a.so", "and start Jupyter again from this shell"),
         ("export MAX_JOBS=1, or raise: ulimit -u", "or raise: ulimit -u"),
-        ("python -m calcops_jit clean", "fix: python -m calcops_jit clean"),
+        ("ulimit -n $(ulimit -H -n)", "and start Jupyter again from this shell"),
+        ("python -m calcops_jit clean", "fix: !python -m calcops_jit clean"),
+        ("less /a/failed.log", "fix: !cat /a/failed.log"),
+        ("find / -name 'a b' 2> /dev/null; it is here", "fix: !find / -name 'a b' 2> /dev/null"),
+        ("c++filt _Z1fv; add its source, or its library", "add its source, or its library"),
+        ("correct a.cpp:1", "fix: correct a.cpp:1"),
     ],
 )
-def test_a_fix_by_a_variable_is_a_line_for_a_notebook(kernel, fix, shown):
+def test_the_command_of_a_fix_is_a_line_for_a_notebook(kernel, fix, shown):
     call = f"from _calcops_jit.messages import report\nprint(report('what', [], {fix!r}))"
     lines = kernel.run(call).out.splitlines()
     assert shown in [line.strip() for line in lines]
+
+
+def test_a_long_line_of_an_error_has_its_end_and_no_path_of_the_cell(kernel):
+    error = kernel.run(CELL.replace("x.shape[0]", "x.size(0)")).error
+    message = next(line for line in error.splitlines() if "has no member" in line)
+    assert message.startswith("  cell:")
+    assert message.endswith("has no member named ‘size’")
 
 
 def test_check_makes_an_index_out_of_bounds_an_error_and_keeps_the_handles(kernel):
@@ -384,13 +420,14 @@ def test_a_header_beside_the_notebook_is_found_and_a_missing_one_names_cflags(ke
     assert "--cflags=-I" in error
     assert "extra_include_paths" not in error
     # Flags reach the compiler and the linker.
-    flags = ("--cflags='-DFACTOR=7 -DMORE'", "--ldflags=-lm")
+    flags = ("--cflags='-DFACTOR=7 -DMORE'", "--cflags=-DANOTHER", "--ldflags=-lm")
     assert kernel.run(cell("flags", *flags, header="cstdint")).error == ""
     assert kernel.run("print(flags(one).item())").out == "7.0\n"
     error = kernel.run(
         cell("linked", "--cflags=-DFACTOR=1", "--ldflags=-lnosuch", header="cstdint")
     ).error
     assert "nosuch" in error
+    assert "--ldflags=-L... takes its folder" in error
 
 
 def test_a_cell_for_cuda_needs_a_pytorch_with_cuda(kernel):

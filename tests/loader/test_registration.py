@@ -81,10 +81,36 @@ def test_the_error_of_a_kernel_that_no_contract_names_has_its_line(checkout):
     assert fix == "  fix: correct the kernel's name, or the contract"
 
 
-def test_an_operator_of_the_name_of_an_attribute_of_pytorch_is_an_error(checkout):
-    checkout.put("mine.cpp", CONTRACT.format(name="name", factor=2))
+def contract(name: str, factor: int, namespace: str = "shared") -> str:
+    """Return a source with an operator of a namespace."""
+    text = CONTRACT.format(name="scaled", factor=factor)
+    for part in "scaled(Tensor", 'scaled"':
+        text = text.replace(part, f"{namespace}::{part.replace('scaled', name)}")
+    return text
+
+
+@pytest.mark.parametrize("name", ["name", "__init__"])
+def test_an_operator_of_the_name_of_an_attribute_of_pytorch_is_an_error(checkout, name):
+    checkout.put("mine.cpp", contract(name, 2))
     title, *_ = output(checkout, "print(error_of(lambda: load('mine', 'mine.cpp')))")
-    assert title == "cannot register mine: an operator may not be called `name`"
+    assert title == f"cannot register mine: an operator may not be called `{name}`"
+
+
+@pytest.mark.parametrize("namespace", ["aten", "higher_order", "load_library", "__file__"])
+def test_an_operator_in_a_namespace_of_pytorch_is_an_error(checkout, namespace):
+    checkout.put("mine.cpp", contract("scaled", 2, namespace))
+    title, *_ = output(checkout, "print(error_of(lambda: load('mine', 'mine.cpp')))")
+    assert title == f"cannot register mine: `{namespace}` is no namespace for operators"
+
+
+def test_a_library_builds_beside_an_operator_whose_name_pytorch_cannot_read(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+foreign = torch.library.Library("is", "FRAGMENT")
+foreign.define("f(Tensor x) -> Tensor")
+print(load("mine", "mine.cpp").twice(one).item())
+"""
+    assert output(checkout, script) == ["2.0"]
 
 
 def test_the_error_of_an_unknown_operator_lists_the_operators(checkout):
@@ -100,6 +126,19 @@ except AttributeError as error:
     text = "\n".join(output(checkout, script))
     for words in "nosuch", "mine.so", "twice":
         assert words in text
+
+
+def test_the_error_of_a_private_operator_has_its_path(checkout):
+    checkout.put("mine.cpp", contract("_hidden", 2))
+    script = """
+try:
+    load("mine", "mine.cpp")._hidden
+except AttributeError as error:
+    print(error)
+print(torch.ops.shared._hidden(one).item())
+"""
+    message = "`_hidden` is private: call torch.ops.shared._hidden"
+    assert output(checkout, script) == [message, "2.0"]
 
 
 def test_the_error_of_a_python_module_says_that_it_has_no_operators(checkout):
@@ -140,6 +179,46 @@ print(calcops_jit.reload(), load("ops", "c/ops.cpp").two(one).item(), hasattr(b,
         assert words in text
     assert last == "1.0"
     assert moved == "['ops'] 2.0 False"
+
+
+def test_a_compiled_function_calls_the_library_that_takes_over_an_operator(checkout):
+    checkout.put("a.cpp", contract("moved", 2))
+    checkout.put("b.cpp", contract("moved", 7))
+    script = """
+a = load("a", "a.cpp")
+compiled = torch.compile(lambda x: torch.ops.shared.moved(x), backend="eager")
+print(compiled(one).item())
+Path("a.cpp").write_text("int moved;")
+calcops_jit.reload()
+try:
+    compiled(one)
+except RuntimeError as error:
+    print("no longer in library `a`" in str(error))
+load("b", "b.cpp")
+print(torch.ops.shared.moved(one).item(), compiled(one).item())
+"""
+    assert output(checkout, script) == ["2.0", "True", "7.0 7.0"]
+
+
+def test_a_library_cannot_return_to_an_operator_that_another_library_has_by_now(checkout):
+    for name, factor in ("first", 2), ("second", 3):
+        checkout.put(f"{name}.cpp", contract(name, factor))
+    checkout.put("a.cpp", contract("first", 2))
+    checkout.put("b.cpp", contract("first", 7))
+    script = """
+a = load("a", "a.cpp")
+Path("a.cpp").write_text(Path("second.cpp").read_text())
+calcops_jit.reload()
+load("b", "b.cpp")
+Path("a.cpp").write_text(Path("first.cpp").read_text())
+print(error_of(calcops_jit.reload))
+print(torch.ops.shared.first(one).item(), a.second(one).item())
+"""
+    *error, last = output(checkout, script)
+    assert error[0] == "cannot load a: shared::first is there already"
+    assert error[1] == f"  b of {checkout.project.resolve()} has it"
+    assert not any("a.cpp" in line for line in error)  # the line of the kernel that is gone
+    assert last == "7.0 3.0"
 
 
 def test_a_library_that_torch_loaded_is_used_and_another_copy_is_an_error(checkout):
@@ -527,6 +606,22 @@ print(error_of(lambda: module.handle(one)))
     for line in output(checkout, script):
         assert "cannot unpickle mine: " in line
         assert "mine.cpp" in line
+
+
+def test_an_old_pickle_leaves_the_checks_of_a_loaded_library_as_they_are(checkout):
+    checkout.put("mine.cpp", CONTRACT.format(name="twice", factor=2))
+    script = """
+import pickle
+checked = calcops_jit.load("mine", "mine.cpp", check=True)
+path = checked.path
+text = pickle.dumps(checked.twice)
+mine = calcops_jit.load("mine", "mine.cpp")
+unchecked_path = mine.path
+print(pickle.loads(text) is mine.twice, mine.path == unchecked_path, path == unchecked_path)
+Path("mine.cpp").write_text(Path("mine.cpp").read_text().replace("2 *", "3 *"))
+print(pickle.loads(text)(one).item())
+"""
+    assert output(checkout, script) == ["True True False", "3.0"]
 
 
 def test_a_pickled_handle_is_loaded_in_another_process(checkout):

@@ -174,6 +174,8 @@ def test_a_changed_schema_is_refused_with_the_difference_and_nothing_is_exchange
     reloading.put("mine.cpp", first + second)
     reloading.put("changed.cpp", first.replace("1 * x", "2 * x") + changed)
     script = r"""
+edit(5)
+calcops_jit.reload()
 source.write_text(Path("changed.cpp").read_text())
 print(reload_error(), call(), sep="\n")
 edit(3)
@@ -183,9 +185,9 @@ print(calcops_jit.reload(), call())
     text = "\n".join(error)
     assert error[0].startswith("cannot reload mine"), text
     for words in "mine::second", "- Tensor x", "+ Tensor z":
-        assert words in text
+        assert text.count(words) == 1, text  # and not once for each earlier version
     assert "restart Python" in error[-1]
-    assert (last, again) == ("1.0", "['mine'] 3.0")
+    assert (last, again) == ("5.0", "['mine'] 3.0")
 
 
 def test_an_operator_that_is_gone_says_so_until_it_returns(reloading):
