@@ -39,7 +39,7 @@ void check_rounding(const Operator& op, const Call& call, size_t argument) {
   TORCH_CHECK(rounded < 0, op.name, ": expected `", lines[rounded].name,
               "` of a floating dtype where `", op.parsed.arguments()[argument].name(),
               "` has a derivative, got ",
-              call.arguments[op.argument[rounded]].toTensor().scalar_type());
+              dtype_name(call.arguments[op.argument[rounded]].toTensor()));
 }
 
 // Raise an error if an argument is differentiated that is constant.
@@ -50,7 +50,7 @@ void check_constants(const Operator& op, const Call& call, const std::vector<boo
     if (!differentiated[i] || line < 0 || !op.text().lines[line].is_constant) continue;
     const Tensor& x = call.arguments[i].toTensor();
     TORCH_CHECK(false, op.name, ": expected `", op.text().lines[line].name, "` that ", what,
-                ", got ", x.scalar_type(), ' ', x.sym_sizes());
+                ", got ", dtype_name(x), ' ', x.sym_sizes());
   }
 }
 

@@ -195,13 +195,15 @@ struct Checked {
     if (like >= 0) {
       const auto type = tensors[like]->scalar_type();
       if (x.scalar_type() != type)
-        refuse(line.name, c10::str("of dtype ", type, " like `", text.lines[like].name, "`"),
-               x.scalar_type());
+        refuse(line.name,
+               c10::str("of dtype ", dtype_name(*tensors[like]), " like `", text.lines[like].name,
+                        "`"),
+               dtype_name(x));
     } else {
       const contract::Line& root = text.lines[line.group];
       bool is_allowed = false;
       for (const Type type : root.types) is_allowed |= x.scalar_type() == scalar_type(type);
-      if (!is_allowed) refuse(line.name, root.type_text, x.scalar_type());
+      if (!is_allowed) refuse(line.name, root.type_text, dtype_name(x));
     }
     const int other = like >= 0 ? like : first;
     if (other >= 0 && x.device() != tensors[other]->device())

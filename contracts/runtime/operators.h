@@ -24,6 +24,12 @@ constexpr int64_t kMostBytes = int64_t(1) << 47;
 using Results = c10::SmallVector<IValue, 4>;
 
 at::ScalarType scalar_type(Type type) { return at::ScalarType(type); }
+
+// Return the name of a tensor's dtype in Python, such as float64.
+std::string dtype_name(const Tensor& x) {
+  return std::string(c10::getDtypeNames(x.scalar_type()).first);
+}
+
 static_assert(at::ScalarType(Type::kBFloat16) == at::kBFloat16);
 static_assert(at::ScalarType(Type::kUInt16) == at::kUInt16);
 

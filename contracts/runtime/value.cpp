@@ -98,7 +98,7 @@ Value Value::size(int dimension) const {
 Value Value::dtype() const { return value_of(IValue(ivalue_of(*this).toTensor().scalar_type())); }
 
 Value Value::dtype_name() const {
-  return value_of(IValue(c10::toString(ivalue_of(*this).toTensor().scalar_type())));
+  return value_of(IValue(calcops::dtype_name(ivalue_of(*this).toTensor())));
 }
 
 Value Value::dtype_of(Type type) { return value_of(IValue(scalar_type(type))); }
@@ -177,7 +177,7 @@ std::string text_of(const Value& shown) {
   if (value.isString()) return value.toStringRef();
   if (value.isDouble()) return digits_of(value.toDouble());
   if (!value.isTensor()) return c10::str(value);
-  return c10::str(value.toTensor().scalar_type(), ' ', value.toTensor().sym_sizes());
+  return c10::str(dtype_name(value.toTensor()), ' ', value.toTensor().sym_sizes());
 }
 
 // Formulas receive an undefined tensor for a gradient or a tangent that is zero.

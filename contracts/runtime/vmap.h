@@ -128,7 +128,7 @@ struct Joined {
       if (names_rows || !(serves_all || items.maybe_as_int() == 1)) return {};
       return x.select(0, 0);
     }
-    ties.push_back(1u << joined.size | contract::sizes_of(below) & item.text.joined);
+    ties.push_back(1u << joined.size | (contract::sizes_of(below) & item.text.joined));
     Tensor shifted = x;
     if (names_rows) {
       if (contract::bare(below) < 0) return {};

@@ -18,8 +18,17 @@ using Out = View<double, 1>;
 template <class Result, class... P>
 KernelEntry entry(Result (*)(P...)) {
   using Call = Caller<Result, P...>;
-  return {"",         "",      Call::parameters, int(sizeof...(P)), !__is_same(Result, void),
-          &Call::run, nullptr, nullptr};
+  return {"",
+          "",
+          Call::parameters,
+          int(sizeof...(P)),
+          !__is_same(Result, void),
+          &Call::run,
+          nullptr,
+          nullptr,
+          "",
+          0,
+          false};
 }
 
 template <class... P>

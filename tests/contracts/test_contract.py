@@ -34,7 +34,7 @@ def test_each_dtype_calls_the_kernel_of_its_type(mine):
             energy, torch.tensor([0.0, -2.0], dtype=dtype), rtol=0, atol=1e-6
         )
     with pytest.raises(
-        RuntimeError, match="^contracts::pair_energy: expected `r` float32 or float64, got Int"
+        RuntimeError, match="^contracts::pair_energy: expected `r` float32 or float64, got int32"
     ):
         mine.pair_energy(r.int(), 1.0)
 

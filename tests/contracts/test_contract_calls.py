@@ -212,7 +212,7 @@ def test_a_kernel_of_float32_serves_float16(mine):
         (dict(image=torch.ones(5)), "`image` of shape [C, H, W] or [H, W], got [5]"),
         (dict(mode="bright"), '`mode` "plain" or "rounded", got "bright"'),
         (dict(gain=torch.ones(1)), "`gain` of shape [] = [], got [1]"),
-        (dict(gain=torch.tensor(1)), "`gain` of dtype Float like `image`, got Long"),
+        (dict(gain=torch.tensor(1)), "`gain` of dtype float32 like `image`, got int64"),
         (
             dict(size=[2**40, 2**40]),
             "`size` for which memory suffices, got [1099511627776, 1099511627776]",
@@ -465,7 +465,7 @@ def test_a_result_like_an_absent_tensor_has_the_first_dtype(mine):
 
 def test_a_check_of_a_joined_operator_refuses_one_item(mine):
     index = torch.tensor([0])
-    with pytest.raises(RuntimeError, match=r"marked: expected `x` of two rows, got Double \[1\]"):
+    with pytest.raises(RuntimeError, match=r"marked: expected `x` of two rows, got float64 \[1\]"):
         vmap(mine.marked, (0, None))(torch.zeros(3, 1, **float64), index)
 
 

@@ -120,9 +120,9 @@ def test_archives_with_four_and_with_five_tensors_load(model, extra):
 def test_a_wrong_dtype_is_an_error_and_not_zeros():
     list_neigh, dE, Ri_d, _ = pairs(nghost=0)
     F = torch.zeros(3, 5, 3, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="expected `dE` float32 or float64, got Half"):
+    with pytest.raises(RuntimeError, match="expected `dE` float32 or float64, got float16"):
         calculateForce(list_neigh, dE.half(), Ri_d, F)
-    with pytest.raises(RuntimeError, match="expected `F` of dtype Double like `dE`, got Float"):
+    with pytest.raises(RuntimeError, match="expected `F` of dtype float64 like `dE`, got float32"):
         calculateForce(list_neigh, dE, Ri_d, F.float())
 
 
@@ -150,7 +150,7 @@ def test_a_ghost_tensor_without_a_readable_value_is_an_error_that_names_calcops_
     "nghost, text",
     [
         (torch.tensor([1, 2]), "expected `nghost` of one element, got [2]"),
-        (torch.tensor(1.0), "expected `nghost` of an integer dtype, got Float"),
+        (torch.tensor(1.0), "expected `nghost` of an integer dtype, got float32"),
         (torch.tensor(-1), "expected `nghost` >= 0, got -1"),
     ],
 )

@@ -162,13 +162,16 @@ def test_an_error_names_the_argument_its_rule_and_its_value():
     good = dict(zip(names, (edge_index, gradient, vec, natoms, batch, frames), strict=True))
     for bad, message in (
         ({"edge_index": edge_index.T}, "`edge_index` of shape [2, E], got [23, 2]"),
-        ({"edge_gradient": gradient.half()}, "`edge_gradient` float32 or float64, got Half"),
-        ({"edge_vec": vec.float()}, "`edge_vec` of dtype Double like `edge_gradient`, got Float"),
+        ({"edge_gradient": gradient.half()}, "`edge_gradient` float32 or float64, got float16"),
+        (
+            {"edge_vec": vec.float()},
+            "`edge_vec` of dtype float64 like `edge_gradient`, got float32",
+        ),
         ({"edge_vec": None}, "`edge_vec` of shape [E, 3], got none"),
         ({"batch": None, "nframes": 0}, "`nframes` >= 1 where `batch` is None, got 0"),
         ({"natoms": 2**63 - 1}, "`natoms` of at most 2^40, got 9223372036854775807"),
         ({"batch": batch[1:]}, "`batch` of shape [natoms] = [7], got [6]"),
-        ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got Long"),
+        ({"edge_order": edge_order(edge_index, natoms).long()}, "`edge_order` int32, got int64"),
     ):
         with pytest.raises(RuntimeError) as error:
             edge_force_virial(**{**good, **bad})

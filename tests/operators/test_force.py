@@ -209,24 +209,24 @@ def test_an_error_names_the_argument_its_rule_and_its_value():
     good = dict(list_neigh=list_neigh, dE=dE, Ri_d=Ri_d, Rij=Rij, nghost=2)
     sizes = "[B, n, K] = [3, 5, 7]"
     for bad, text in (
-        ({"list_neigh": list_neigh.float()}, "`list_neigh` int32 or int64, got Float"),
+        ({"list_neigh": list_neigh.float()}, "`list_neigh` int32 or int64, got float32"),
         (
             {"list_neigh": list_neigh[0]},
             "`list_neigh` of shape [B, n, K] or [B, n, T, M], got [5, 7]",
         ),
         ({"nghost": -1}, "`nghost` >= 0, got -1"),
-        ({"dE": dE.half()}, "`dE` float32 or float64, got Half"),
+        ({"dE": dE.half()}, "`dE` float32 or float64, got float16"),
         (
             {"dE": dE[:, :, 1:]},
             f"`dE` of shape [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K], {sizes}, got [3, 5, 6, 4]",
         ),
-        ({"Ri_d": Ri_d.float()}, "`Ri_d` of dtype Double like `dE`, got Float"),
+        ({"Ri_d": Ri_d.float()}, "`Ri_d` of dtype float64 like `dE`, got float32"),
         (
             {"Ri_d": Ri_d.transpose(2, 3)},
             f"`Ri_d` of shape [B, n, 4K, 3] or [B, n, K, 4, 3], {sizes}, got [3, 5, 3, 28]",
         ),
         ({"Rij": Rij[..., 0]}, "`Rij` of shape [B, n, K, 3] = [3, 5, 7, 3], got [3, 5, 7]"),
-        ({"Rij": Rij.float()}, "`Rij` of dtype Double like `dE`, got Float"),
+        ({"Rij": Rij.float()}, "`Rij` of dtype float64 like `dE`, got float32"),
     ):
         with pytest.raises(RuntimeError) as caught:
             force_virial(**good | bad)

@@ -211,9 +211,9 @@ BORDER_MODES = '"constant", "replicate", "reflect", "wrap", "reflect_101" or "tr
         ),
         (
             {"image": torch.zeros(5, 6).int()},
-            "`image` uint8, uint16, int16, float16, bfloat16, float32 or float64, got Int",
+            "`image` uint8, uint16, int16, float16, bfloat16, float32 or float64, got int32",
         ),
-        ({"warp": torch.eye(3).int()}, "`warp` float32 or float64, got Int"),
+        ({"warp": torch.eye(3).int()}, "`warp` float32 or float64, got int32"),
         ({"warp": torch.eye(4)}, f"{OF_WARP} [4, 4]"),
         ({"warp": torch.eye(3)[0]}, f"{OF_WARP} [3]"),
         ({"warp": torch.zeros(1, 1, 3, 3)}, f"{OF_WARP} [1, 1, 3, 3]"),
@@ -234,7 +234,7 @@ BORDER_MODES = '"constant", "replicate", "reflect", "wrap", "reflect_101" or "tr
         ),
         (
             TRANSPARENT | {"destination": torch.zeros(2, 3, 4, 4).double()},
-            "`destination` of dtype Float like `image`, got Double",
+            "`destination` of dtype float32 like `image`, got float64",
         ),
         ({"border_value": [1.0, 2.0]}, "`border_value` of one value or C = 3, got 2 values"),
     ],
@@ -246,11 +246,9 @@ def test_an_error_names_the_argument_its_rule_and_its_value(bad, message):
     assert first_line.removesuffix(".") == f"calcops::warp_perspective: expected {message}"
 
 
-@pytest.mark.parametrize(
-    "dtype, name", [(torch.uint8, "Byte"), (torch.uint16, "UInt16"), (torch.int16, "Short")]
-)
-def test_an_integer_image_with_a_matrix_that_requires_a_gradient_is_an_error(dtype, name):
-    image = torch.zeros(5, 6, dtype=dtype)
+@pytest.mark.parametrize("name", ["uint8", "uint16", "int16"])
+def test_an_integer_image_with_a_matrix_that_requires_a_gradient_is_an_error(name):
+    image = torch.zeros(5, 6, dtype=getattr(torch, name))
     warp = torch.eye(3, requires_grad=True)
     message = f"expected `image` of a floating dtype where `warp` has a derivative, got {name}"
     with pytest.raises(RuntimeError, match=message):
