@@ -280,7 +280,7 @@ def _what_led_to(error: re.Match, output: str) -> list[re.Match]:
 def notebook_shell():
     """Return the shell of IPython, which runs notebooks; None in another program."""
     ipython = sys.modules.get("IPython")
-    return ipython and ipython.get_ipython()
+    return getattr(ipython, "get_ipython", lambda: None)()  # another thread may be importing it
 
 
 def _source_line(place: str) -> str:
