@@ -34,12 +34,13 @@ from .compile import (
     targets,
 )
 from .inputs import Changed, Inputs, digest, paths_in_flags, place_of, record, state_of
-from .messages import Progress, explain, report, say
+from .messages import Progress, explain, report, say, warnings_of
 from .processor import levels
 from .registration import described
 from .request import SHADOW, Request, own, runtime
 
 _KEPT = 4  # folders of builds in a slot
+_MAX_WARNINGS = 3
 
 
 def built(request: Request, reasons: list[str]) -> Generation:
@@ -81,11 +82,25 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
             if request.verbose:
                 with open(log, errors="replace") as file:
                     print(file.read(), end="", flush=True)
+        warnings = _warnings(request, log)
         registered = _registered(request, product, inputs, log)
         generation = cache.publish(slot, product, request, inputs, registered)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
+    for line in warnings:
+        say(line)
     cache.remove(log)
     return generation
+
+
+def _warnings(request: Request, log: str) -> list[str]:
+    """Return the first warnings of the compilers about a user's sources."""
+    if request.asked is None:
+        return []
+    with open(log, encoding="utf-8", errors="replace") as file:
+        lines = warnings_of(file.read())
+    if request.is_cell:
+        lines = [line.replace(request.sources[0], "cell") for line in lines]
+    return lines[:_MAX_WARNINGS]
 
 
 def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dict:

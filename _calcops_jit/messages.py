@@ -97,6 +97,8 @@ unterminated raw string|raw string missing terminating
     a contract does not end -> end it with )");
 missing (?:terminating|closing) .*(?:"|quote)
     a string ends with its line -> write a contract as R"(...)", with the R before the quotation mark
+(?:[‘'](?:std::)?(?:sqrt|exp|pow|log\w*|sin|cos|tan|a(?:sin|cos|tan2?)|\w+h|erfc?|floor|ceil|fabs|M_\w+)[’'] (?:is not a member|was not declared)|(?:undeclared identifier|no member named) '(?:sqrt|exp|pow|log|sin|cos|tan|fabs|M_\w+)')
+    a header is missing -> write above: #include <cmath>
 forbids declaration of [‘']type name[’'] with no type
     a type is not declared -> declare it, for example by a line above the kernel: template <class Real>
 [‘']Tensor[’'] (?:was not declared|does not name a type)|(?:undeclared identifier|unknown type name) 'Tensor'|identifier "Tensor" is undefined
@@ -199,6 +201,7 @@ def explain(what: str, output: str, log: str = "", unknown: BuildError | None = 
 
     If the cause is unknown, this is `unknown`, or an error with the last lines of the output.
     """
+    output = re.sub("\x1b\\[[0-9;]*m", "", output)  # colours
     of_machine = _table(_CAUSES_OF_MACHINE)
     for pattern, cause, fix in of_machine + _table(_CAUSES):
         skipped = f"{_QUOTED}|{_REMARK}" if (pattern, cause, fix) in of_machine else _QUOTED
@@ -225,6 +228,9 @@ def _explain_line(what: str, error: re.Match, output: str, log: str) -> BuildErr
     for pattern, cause, fix in _table(_CAUSES_OF_ERROR):
         if re.search(pattern, "\n".join(evidence)):
             return report(f"{what}: {cause}", evidence, fix, log)
+    hint = re.search("did you forget to [‘'](#include <.+?>)[’']", output[error.end() :])
+    if hint:
+        return report(f"{what}: a header is missing", evidence, f"write above: {hint[1]}", log)
     fix = f"correct {place}"
     if log and re.match(_FOREIGN, place):
         fix = f"less {log}"
@@ -238,6 +244,13 @@ def _explain_line(what: str, error: re.Match, output: str, log: str) -> BuildErr
             evidence.append(line.string.strip())
             fix += f" or {line['at']}"
     return report(f"{what}: error at {place}", evidence, fix, log)
+
+
+def warnings_of(output: str) -> list[str]:
+    """Return the lines of compilers that warn about a user's sources."""
+    output = re.sub("\x1b\\[[0-9;]*m", "", output)
+    found = re.finditer(rf"{_PLACE} warning\b.*", output, re.MULTILINE)
+    return list(dict.fromkeys(line[0] for line in found if not re.match(_FOREIGN, line["at"])))
 
 
 def _table(causes: str) -> list[tuple[str, str, str]]:

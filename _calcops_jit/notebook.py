@@ -71,7 +71,8 @@ def operator(line: str, cell: str) -> None:
     try:
         options = operator.parser.parse_args(shlex.split(line))
     except (UsageError, ValueError) as problem:
-        raise UsageError(f"%%operator: {problem}; %%operator? shows the options") from None
+        flags = "flags are written as --cflags='-O2 -g'"
+        raise UsageError(f"%%operator: {problem}; {flags}; %%operator? shows all options") from None
     folder = f"{_folder()}/{digest(options.name.encode())}"
     os.makedirs(folder, exist_ok=True)
     source = f"{folder}/cell.{'cu' if options.cuda else 'cpp'}"

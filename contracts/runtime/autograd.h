@@ -54,17 +54,6 @@ void check_constants(const Operator& op, const Call& call, const std::vector<boo
   }
 }
 
-// The arrays of a formula have this many elements behind their end, so that an index that is a few
-// too large is an error. Those that a formula reads are capsules, which no operator takes. Those
-// that it sets are false.
-constexpr size_t kSpare = 8;
-
-std::vector<IValue> with_spare(c10::ArrayRef<IValue> given) {
-  std::vector<IValue> values = given.vec();
-  values.resize(given.size() + kSpare, IValue::make_capsule({}));
-  return values;
-}
-
 // Return tensors for the Values that a formula set; undefined ones for false, which are unwanted.
 // `what` are those that it may set: those for which may_set(i) is true.
 template <class MaySet>

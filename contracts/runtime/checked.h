@@ -340,10 +340,17 @@ struct Checked {
   // ---- the operator's Check ---------------------------------------------------------------------
 
   void run_check() {
-    result_shapes.resize(op.result_lines.size());
-    op.check->function(reinterpret_cast<Value*>(stack), result_shapes.data());
+    const size_t results = op.result_lines.size();
+    result_shapes.resize(results + kSpare);
+    std::vector<IValue> arguments = with_spare(c10::ArrayRef<IValue>(stack, op.count()));
+    op.check->function(reinterpret_cast<Value*>(arguments.data()), result_shapes.data());
+    for (size_t i = results; i < result_shapes.size(); ++i)
+      TORCH_CHECK(ivalue_of(result_shapes[i]).isNone(), op.name, ": expected its Check to set ",
+                  results, " shapes, got index ", i);
+    result_shapes.resize(results);
     for (const int i : op.tensors) {
       if (tensors[i]->defined()) continue;
+      stack[op.argument[i]] = arguments[size_t(op.argument[i])];
       check_argument(i);  // that the Check may have given
       for (const contract::Limit& limit : text.lines[i].limits) check_limit(limit, i);
     }

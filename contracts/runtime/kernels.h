@@ -63,17 +63,14 @@ std::vector<int64_t> positions_of(const Checked& call, int i) {
               got + (where.empty() ? "" : " at ") + where);
 }
 
-// Raise the error for a position that a kernel returned. Kernels count through the positions of all
-// lines with entries, one line after the other.
-[[noreturn]] void refuse_position(const Checked& call, int64_t position) {
-  for (size_t i = 0; i < call.text.lines.size(); ++i) {
-    if (!call.text.lines[i].has_entries() || !call.tensors[i]->defined()) continue;
-    const int64_t count = c10::multiply_integers(positions_of(call, int(i)));
-    if (position < count) refuse_entry(call, int(i), position);
-    position -= count;
-  }
-  TORCH_CHECK(false, call.op.name, ": the kernel found a wrong entry at ", position,
-              ", where its contract has none");
+// Return for each position of line i whether an entry is wrong.
+Tensor wrong_positions(const Checked& call, int i) {
+  const contract::Entries& wanted = call.text.lines[i].entries;
+  // In a small dtype, the bound could wrap.
+  const Tensor entries = call.tensors[i]->to(at::kLong);
+  const Tensor wrong = entries.lt(wanted.may_be_none ? -1 : 0)
+                           .logical_or(entries.ge(call.value(wanted.below).expect_int()));
+  return wrong.reshape({-1, c10::multiply_integers(positions_of(call, i))}).any(0);
 }
 
 // Raise an error if an entry is wrong. On CUDA this waits for the GPU.
@@ -82,14 +79,26 @@ void check_entries(const Checked& call) {
     const Line& line = call.text.lines[i];
     if (!line.has_entries() || !call.tensors[i]->defined() || call.tensors[i]->numel() == 0)
       continue;
-    // In a small dtype, the bound could wrap.
-    const Tensor entries = call.tensors[i]->to(at::kLong);
-    const Tensor wrong = entries.lt(line.entries.may_be_none ? -1 : 0)
-                             .logical_or(entries.ge(call.value(line.entries.below).expect_int()));
-    const int64_t count = c10::multiply_integers(positions_of(call, i));
-    const Tensor positions = wrong.reshape({-1, count}).any(0).nonzero();
+    const Tensor positions = wrong_positions(call, i).nonzero();
     if (positions.numel() > 0) refuse_entry(call, i, positions[0].item<int64_t>());
   }
+}
+
+// Raise the error for a position that a kernel returned. Kernels count through the positions of all
+// lines with entries, one line after the other.
+[[noreturn]] void refuse_position(const Checked& call, const int64_t returned) {
+  int64_t position = returned;
+  for (size_t i = 0; i < call.text.lines.size(); ++i) {
+    if (!call.text.lines[i].has_entries() || !call.tensors[i]->defined()) continue;
+    const int64_t count = c10::multiply_integers(positions_of(call, int(i)));
+    if (position < count && wrong_positions(call, int(i))[position].item<bool>())
+      refuse_entry(call, int(i), position);
+    position -= count;
+    if (position < 0) break;
+  }
+  TORCH_CHECK(false, call.op.name,
+              ": expected its kernel to return the position of a wrong entry, ",
+              "or -1 if all are right, got ", returned);
 }
 
 // ---- kernels ------------------------------------------------------------------------------------
@@ -390,7 +399,8 @@ void run_on_meta(const Operator& op, const c10::OperatorHandle&, c10::DispatchKe
 void run_composition(const Operator& op, const c10::OperatorHandle&, c10::DispatchKeySet,
                      torch::jit::Stack* stack) {
   run_checked(op, stack, [&](const Checked& call) {
-    const Value value = op.composition->function(values_of(call.stack));
+    const auto arguments = with_spare(c10::ArrayRef<IValue>(call.stack, op.count()));
+    const Value value = op.composition->function(values_of(arguments.data()));
     const IValue& result = ivalue_of(value);
     Results results{result};
     if (result.isTuple()) {

@@ -68,6 +68,17 @@ struct Call {
   }
 };
 
+// The arrays of a source's functions have this many elements behind their end, so that an index
+// that is a few too large is an error. Those that a function reads are capsules, which no operator
+// takes.
+constexpr size_t kSpare = 8;
+
+std::vector<IValue> with_spare(c10::ArrayRef<IValue> given) {
+  std::vector<IValue> values = given.vec();
+  values.resize(given.size() + kSpare, IValue::make_capsule({}));
+  return values;
+}
+
 using contract::BoundKernel;
 
 struct Family;

@@ -95,13 +95,16 @@ Value Value::size(int dimension) const {
   return value_of(IValue(ivalue_of(*this).toTensor().sym_size(dimension)));
 }
 
-Value Value::dtype() const { return value_of(IValue(ivalue_of(*this).toTensor().scalar_type())); }
+// A dtype is a tuple of its number, unlike a size.
+Value Value::dtype() const { return dtype_of(Type(ivalue_of(*this).toTensor().scalar_type())); }
 
 Value Value::dtype_name() const {
   return value_of(IValue(calcops::dtype_name(ivalue_of(*this).toTensor())));
 }
 
-Value Value::dtype_of(Type type) { return value_of(IValue(scalar_type(type))); }
+Value Value::dtype_of(Type type) {
+  return value_of(c10::ivalue::Tuple::create(IValue(scalar_type(type))));
+}
 
 bool Value::is_integral() const {
   return at::isIntegralType(ivalue_of(*this).toTensor().scalar_type(), /*includeBool=*/false);
@@ -124,25 +127,53 @@ int Value::length() const {
   return int(value.isTuple() ? value.toTupleRef().elements().size() : value.toListRef().size());
 }
 
+namespace {
+
+// Return the operator of a name such as "aten::add.Tensor".
+c10::OperatorHandle operator_named(const std::string& name) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  const size_t dot = std::min(name.find('.'), name.size());
+  const std::string base = name.substr(0, dot);
+  const std::string overload = dot < name.size() ? name.substr(dot + 1) : "";
+  const auto handle = dispatcher.findSchema({base, overload});
+  if (handle && !handle->schema().is_mutable()) return *handle;
+  std::vector<std::string> overloads;
+  for (const c10::OperatorName& known : dispatcher.getAllOpNames()) {
+    const auto other = dispatcher.findSchema(known);
+    if (known.name == base && other && !other->schema().is_mutable())
+      overloads.push_back(c10::toString(known));
+  }
+  std::sort(overloads.begin(), overloads.end());
+  TORCH_CHECK(false, "calcops::Value::call: expected an operator that changes no argument, got ",
+              name, overloads.empty() ? "" : "; its overloads are " + c10::Join(", ", overloads));
+}
+
+}  // namespace
+
 Value Value::call_in(const char* name_space, const char* op, const Value* values, int count) {
   std::string name = op;
   if (name.find("::") == std::string::npos) name = std::string(name_space) + "::" + name;
-  const size_t dot = name.find('.');
-  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
-      name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+  const c10::OperatorHandle handle = operator_named(name);
   const auto& arguments = handle.schema().arguments();
   TORCH_CHECK(size_t(count) <= arguments.size(), "calcops::Value::call: expected at most ",
               arguments.size(), " arguments of ", handle.schema(), ", got ", count);
   torch::jit::Stack stack;
   for (int i = 0; i < count; ++i) {
     const IValue& value = ivalue_of(values[i]);
-    TORCH_CHECK(!value.isCapsule(), "calcops::Value::call: expected `", arguments[i].name(),
-                "` of ", handle.schema(),
-                ", got an element behind the end of a formula's arguments, gradients or tangents");
-    TORCH_CHECK(!value.isTensor() || value.toTensor().defined(), "calcops::Value::call: expected `",
-                arguments[i].name(), "` of ", handle.schema(),
-                ", got a gradient or a tangent that is zero; ask is_none() before the call");
-    stack.push_back(value);
+    const auto expected = [&](const char* what) {
+      return c10::str("calcops::Value::call: expected `", arguments[i].name(), "` of ",
+                      handle.schema(), what);
+    };
+    TORCH_CHECK(!value.isCapsule(), expected(", got an element behind the end of the arguments, "
+                                             "gradients or tangents of a function"));
+    TORCH_CHECK(!value.isTensor() || value.toTensor().defined(),
+                expected(", got a gradient or a tangent that is zero; ask is_none() before the "
+                         "call"));
+    // An int for a dtype is, for example, the dimension of another overload.
+    const bool is_dtype = arguments[i].real_type()->str().find("ScalarType") == 0;
+    TORCH_CHECK(!is_dtype || value.isTuple() || value.isNone(),
+                expected(", a dtype such as x.dtype(), got "), value);
+    stack.push_back(is_dtype && value.isTuple() ? value.toTupleRef().elements()[0] : value);
   }
   for (size_t i = count; i < arguments.size(); ++i) {
     const auto& value = arguments[i].default_value();

@@ -781,18 +781,36 @@ Value per_number(const Value* arguments) {
   return arguments[0] * ((count * 2.0 + 1.0 - count) / (count - 0.5));
 }
 
-const calcops::Composition kCompositions[] = {
-    {"per_number", per_number},     {"inverse", inverse},        {"is_given", is_given},
-    {"dimension", dimension},       {"too_many", too_many},      {"both", both},
-    {"one_of_two", both},           {"no_result", no_result},    {"huge", huge},
-    {"flag_as_size", flag_as_size}, {"halves", halves},          {"quotient", quotient},
-    {"plain_string", plain_string}, {"real_number", real_number}};
+Value wrong_call(const Value* arguments) {
+  const int64_t which = arguments[1].item();
+  if (which == 0) return Value::call("aten::sum", arguments[0], 1);
+  if (which == 1) return Value::call("aten::exp_", arguments[0]);
+  if (which == 2) return Value::call("aten::pow", arguments[0], 2);
+  return Value::call("aten::abs", arguments[3]);
+}
+
+const calcops::Composition kCompositions[] = {{"wrong_call", wrong_call},
+                                              {"per_number", per_number},
+                                              {"inverse", inverse},
+                                              {"is_given", is_given},
+                                              {"dimension", dimension},
+                                              {"too_many", too_many},
+                                              {"both", both},
+                                              {"one_of_two", both},
+                                              {"no_result", no_result},
+                                              {"huge", huge},
+                                              {"flag_as_size", flag_as_size},
+                                              {"halves", halves},
+                                              {"quotient", quotient},
+                                              {"plain_string", plain_string},
+                                              {"real_number", real_number}};
 
 const Contract kComposed(R"(
 inverse(Tensor x) -> Tensor
 is_given(Tensor x, int? number, str? text) -> Tensor
 dimension(Tensor x, int d) -> Tensor
 per_number(Tensor x) -> Tensor
+wrong_call(Tensor x, int which) -> Tensor
 too_many(Tensor x) -> Tensor
 both(Tensor x) -> (Tensor, Tensor)
 one_of_two(Tensor x) -> Tensor
@@ -809,6 +827,7 @@ b       Text.
 how     Text.
 width   Text.
 d       Text.
+which   Text.
 number  Text.
 text    Text.
 )",
@@ -909,5 +928,21 @@ void stepped(View<const double, 1> x, View<const Integer, 1> index, View<double,
   }
 }
 const Kernel kSteppedCpu("stepped", stepped<int32_t>, stepped<int64_t>);
+
+void set_too_many(Value* arguments, Value* result_shapes) {
+  result_shapes[0] = arguments[0].shape();
+  result_shapes[1] = arguments[0].shape();
+}
+const calcops::Check kTooManyShapes[] = {{"too_many_shapes", set_too_many}};
+
+const Contract kShapes(R"(
+too_many_shapes(Tensor x) -> Tensor y
+x  any shape; float64.
+y  any shape; like x.
+)",
+                       kTooManyShapes);
+
+void too_many_shapes(View<const double, 1>, View<double, 1>) {}
+const Kernel kTooManyShapesCpu("too_many_shapes", too_many_shapes);
 
 }  // namespace

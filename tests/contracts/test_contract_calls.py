@@ -482,10 +482,18 @@ def test_a_compiled_call_selects_the_shape_that_an_eager_call_selects(mine):
 
 
 def test_an_absent_index_tensor_has_no_positions(mine):
+    next, second = torch.zeros(2, 3, dtype=torch.int32)
+    second[1] = 5
+    with pytest.raises(RuntimeError, match="`second` entries 0 <= j < N = 3, got 5 at row 1$"):
+        mine.next_row(next, second, wrong=True)
+
+
+def test_a_kernel_that_returns_a_right_position_is_told_what_to_return(mine):
     next = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="`second` entries 0 <= j < N = 3, got 0 at row 1$"):
+    message = "return the position of a wrong entry, or -1 if all are right, got 4$"
+    with pytest.raises(RuntimeError, match=message):
         mine.next_row(next, next, wrong=True)
-    with pytest.raises(RuntimeError, match="the kernel found a wrong entry at 1, where its"):
+    with pytest.raises(RuntimeError, match=message):
         mine.next_row(next, wrong=True)
 
 
@@ -626,9 +634,9 @@ def test_a_number_as_a_gradient_is_an_error(mine):
     [
         (0, "mistaken: expected the formula of its derivative to set .* got index 2"),
         (1, "mistaken: expected the formula of its derivative to set .* got index 1"),
-        (2, r"expected `other` of aten::mul.Scalar.* got an element behind the end of a formula's"),
-        (3, r"expected `other` of aten::mul.Scalar.* got an element behind the end of a formula's"),
-        (4, r"expected `memory_format` of aten::clone.* got an element behind the end of a"),
+        (2, r"expected `other` of aten::mul.Scalar.* got an element behind the end of the"),
+        (3, r"expected `other` of aten::mul.Scalar.* got an element behind the end of the"),
+        (4, r"expected `memory_format` of aten::clone.* got an element behind the end of the"),
         (5, "mistaken: a negative distance"),
         (6, "mistaken: its source threw what is no std::exception"),
     ],
@@ -717,3 +725,24 @@ def test_an_index_beyond_a_list_of_values_is_an_error(mine, index):
 def test_too_many_values_for_an_operator_are_an_error(mine):
     with pytest.raises(RuntimeError, match=r"at most 1 arguments of aten::neg\(Tensor self\)"):
         mine.too_many(torch.ones(2, **float64))
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (0, r"expected `dtype` of aten::sum\(.*, a dtype such as x.dtype\(\), got 1$"),
+        (1, "changes no argument, got aten::exp_; its overloads are.* aten::exp_|aten::exp_$"),
+        (2, "got aten::pow; its overloads are .*aten::pow.Tensor_Scalar"),
+        (3, "got an element behind the end of the arguments"),
+    ],
+)
+def test_a_wrong_call_of_a_composition_is_an_error(mine, which, message):
+    x = torch.ones(2, **float64)
+    with pytest.raises(RuntimeError, match=message):
+        mine.wrong_call(x, which)
+    assert x.tolist() == [1, 1]
+
+
+def test_a_check_that_sets_more_shapes_than_results_is_an_error(mine):
+    with pytest.raises(RuntimeError, match="its Check to set 1 shapes, got index 1$"):
+        mine.too_many_shapes(torch.ones(2, **float64))

@@ -176,6 +176,27 @@ def test_an_error_in_the_runtime_is_shown_by_the_build_that_compiles_it(checkout
     assert "cannot build runtime: error at runtime.cpp:7:1" in child.err
 
 
+@pytest.mark.parametrize("value", ["sqrt(2.0)", "std::exp(2.0)", "M_PI"])
+def test_the_fix_of_an_unknown_function_of_mathematics_is_its_header(checkout, value):
+    message = build_error(checkout, f"double f() {{ return {value}; }}\n")
+    assert fix_of(message) == "write above: #include <cmath>"
+
+
+def test_the_header_that_a_compiler_proposes_is_the_fix():
+    output = """mine.cpp:1:19: error: ‘vector’ is not a member of ‘std’
+    1 | void f() { std::vector<int> x; }
+mine.cpp:1:1: note: ‘std::vector’ is defined in header ‘<vector>’; did you forget to ‘#include <vector>’?
+"""
+    assert fix_of(str(explain("cannot build mine", output))) == "write above: #include <vector>"
+
+
+def test_the_warnings_about_a_source_are_printed_after_its_build(checkout):
+    checkout.put("mine.cpp", "static int f() {\n  int x = 1;\n  x;\n}\nint g() { return f(); }\n")
+    script = 'import calcops_jit\ncalcops_jit.load("mine", "mine.cpp")'
+    child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert re.search(r"built mine in .*\ncalcops_jit: \S+mine\.cpp:4:1: warning: ", child.err)
+
+
 # {fault: (header, source, words of the message, words of the fix)}
 LED_TO = {
     "a template of the standard library": (

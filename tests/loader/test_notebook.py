@@ -165,7 +165,7 @@ def test_another_schema_is_refused_with_the_difference(kernel):
         ("mine yours", "unrecognized arguments: yours"),
         ("mine --fast", "unrecognized arguments: --fast"),
         ("mine --cflags='-O2", "No closing quotation"),
-        ("-h", "%%operator? shows the options"),
+        ("-h", "%%operator? shows all options"),
     ],
 )
 def test_the_error_of_a_wrong_magic_line_is_one_sentence(kernel, line, words):
