@@ -349,8 +349,9 @@ def _forget_dispatch(names: set[str]) -> None:
             _find_overloads(overloads)
             handle = vars(overloads)[overload or "default"]
             handle._dispatch_cache.clear()
-            if inductor := sys.modules.get("torch._inductor.decomposition"):
-                inductor.decompositions.pop(handle, None)  # it has all compositions
+            # It has all compositions. Another thread may be importing it.
+            inductor = sys.modules.get("torch._inductor.decomposition")
+            getattr(inductor, "decompositions", {}).pop(handle, None)
 
 
 def _find_overloads(handle: torch._ops.OpOverloadPacket) -> None:

@@ -176,6 +176,22 @@ print(config.cache_key_tag not in tags)
     assert child.out.splitlines() == ["", "True True", "True"], child.err
 
 
+def test_a_library_is_exchanged_while_another_thread_imports_inductor(checkout):
+    put_project(checkout, "imported", 1)
+    script = """
+import os, sys, torch, types, calcops_jit
+mine = calcops_jit.load("mine", "energy.cpp", "-O0")
+x = torch.ones(2, dtype=torch.float64)
+print(mine.energy.default(x).dtype)
+name = "torch._inductor.decomposition"
+sys.modules[name] = types.ModuleType(name)  # as it is at the beginning of the import
+open("version.h", "w").write("#define VERSION 2")
+print(calcops_jit.reload())
+"""
+    child = checkout.run(script, cwd=checkout.project / "imported", CALCOPS_BUILD="0")
+    assert child.out.splitlines() == ["torch.float64", "['mine']"], child.err
+
+
 def test_watch_resets_the_compiler_in_the_main_thread_between_calls(checkout):
     put_project(checkout, "watched", 1)
     script = """
