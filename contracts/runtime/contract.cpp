@@ -193,13 +193,16 @@ void check_dtypes(const Operator& op, bool on_cuda) {
                      on_cuda ? "CUDA" : "the CPU", " takes ", types);
       return;
     }
+    // Without a kernel of their own, float16 and bfloat16 are checked once, with float32. All
+    // combinations of a dozen tensors would be half a million.
     std::set<Type> checked;
     for (const Type type : op.text().lines[groups[g]].types) {
-      // No kernel takes exactly float16 or bfloat16. Without float32 for these, all combinations of
-      // a dozen tensors would be half a million.
-      const bool is_first =
-          checked.insert(is_narrow(scalar_type(type)) ? Type::kFloat32 : type).second;
-      if (!is_first) continue;
+      const bool has_own =
+          std::any_of(op.kernels.begin(), op.kernels.end(), [&](const BoundKernel& kernel) {
+            return kernel.is_cuda == on_cuda && kernel.types.at(groups[g]) == type;
+          });
+      const bool is_widened = is_narrow(scalar_type(type)) && !has_own;
+      if (!checked.insert(is_widened ? Type::kFloat32 : type).second) continue;
       given[groups[g]] = type;
       check_from(g + 1);
     }

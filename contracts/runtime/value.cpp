@@ -144,7 +144,8 @@ c10::OperatorHandle operator_named(const std::string& name) {
       overloads.push_back(c10::toString(known));
   }
   std::sort(overloads.begin(), overloads.end());
-  TORCH_CHECK(false, "calcops::Value::call: expected an operator that changes no argument, got ",
+  TORCH_CHECK(false, "calcops::Value::call: expected ",
+              handle ? "an operator that changes no argument" : "the name of an operator", ", got ",
               name, overloads.empty() ? "" : "; its overloads are " + c10::Join(", ", overloads));
 }
 
@@ -170,7 +171,9 @@ Value Value::call_in(const char* name_space, const char* op, const Value* values
                 expected(", got a gradient or a tangent that is zero; ask is_none() before the "
                          "call"));
     // An int for a dtype is, for example, the dimension of another overload.
-    const bool is_dtype = arguments[i].real_type()->str().find("ScalarType") == 0;
+    c10::TypePtr type = arguments[i].real_type();
+    if (type->kind() == c10::TypeKind::OptionalType) type = type->containedType(0);
+    const bool is_dtype = type->kind() == c10::TypeKind::ScalarTypeType;
     TORCH_CHECK(!is_dtype || value.isTuple() || value.isNone(),
                 expected(", a dtype such as x.dtype(), got "), value);
     stack.push_back(is_dtype && value.isTuple() ? value.toTupleRef().elements()[0] : value);

@@ -258,6 +258,21 @@ const Kernel mixed_cpu("mixed", mix<float, int32_t>, mix<double, int64_t>);
 template <class Real>""",
         "no kernel of mixed on the CPU takes float32 `x` and int64 `i`",
     ),
+    "float32 beside float16, which has a kernel of its own": (
+        "template <class Real>",
+        """struct Half {
+  uint16_t bits;
+};
+template <>
+struct calcops::TypeOf<Half> {
+  static constexpr Type value = Type::kFloat16;
+};
+const Contract halves("half(Tensor x) -> Tensor y\\nx [N]; float16 or float32.\\ny [N]; like x.");
+void half(View<const Half, 1>, View<Half, 1>) {}
+const Kernel half_cpu("half", half);
+template <class Real>""",
+        "no kernel of half on the CPU takes float32 `x`",
+    ),
     "kernels of an operator that has those of another one": (
         "doubled(Tensor x) -> Tensor y\n",
         "doubled(Tensor x) -> Tensor y\nhalved(Tensor x) -> Tensor y\nf(Tensor x) -> Tensor y\n"
