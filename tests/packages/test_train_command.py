@@ -221,17 +221,6 @@ def test_without_stress_labels_the_log_says_so_and_has_no_virial(word, run):
     assert "nothing to do" in run(images, "--held-out", 0.25, *word.split())
 
 
-def test_a_bare_virial_is_named(run):
-    images = [image(number, labels=LABELS[:2]) for number in range(4)]
-    for frame in images:
-        frame.info["virial"] = np.eye(3)
-    printed = run(images, "--held-out", 0.25)
-    assert "no stress labels; the frames have virial, see --stress-key and --virial-key" in printed
-    assert "no stress labels" not in run(
-        images, "--held-out", 0.25, "--virial-key", "virial", "--folder", "other"
-    )
-
-
 def test_a_frame_without_atoms_or_without_a_cell_is_refused():
     empty = Atoms()
     empty.calc = SinglePointCalculator(empty, energy=0.0, forces=np.zeros((0, 3)))
@@ -273,10 +262,10 @@ def with_other_names(atoms, label):
     """Return a frame with its labels under other names. `label` is stress or virial."""
     results = atoms.calc.results
     atoms = atoms.copy()
-    atoms.info["REF_energy"] = results["energy"]
-    atoms.arrays["REF_forces"] = results["forces"]
+    atoms.info["dft_energy"] = results["energy"]
+    atoms.arrays["dft_forces"] = results["forces"]
     full = voigt_6_to_full_3x3_stress(results["stress"])
-    atoms.info[f"REF_{label}"] = full if label == "stress" else -full * atoms.get_volume()
+    atoms.info[f"dft_{label}"] = full if label == "stress" else -full * atoms.get_volume()
     return atoms
 
 
@@ -287,7 +276,7 @@ def test_labels_may_have_other_names(label):
     # Wrong labels under ASE's own names, which are not used.
     others[0].calc = SinglePointCalculator(others[0], energy=1.0, stress=np.ones(6))
     write("frames.extxyz", others)
-    names = f"--energy-key REF_energy --forces-key REF_forces --{label}-key REF_{label}".split()
+    names = f"--energy-key dft_energy --forces-key dft_forces --{label}-key dft_{label}".split()
     options = command.parse(["frames.extxyz", "--held-out", "0.5", *names])
     train, held_out, _ = command.read_sets(options)
     order = [int(atoms.info["source"].rsplit(" ", 1)[1]) for atoms in (*train, *held_out)]
@@ -300,12 +289,12 @@ def test_labels_may_have_other_names(label):
 def test_an_absent_label_is_an_error_that_lists_the_names_of_the_frame():
     write("frames.extxyz", [with_other_names(alloy(0), "stress")])
     frames = read(["frames.extxyz"])
-    with pytest.raises(ValueError, match="none of energy in .*frame 0, which has REF_energy, REF_"):
+    with pytest.raises(ValueError, match="none of energy in .*frame 0, which has dft_energy, dft_"):
         frames_of(frames, ["Cu", "Au"])
-    frames = read(["frames.extxyz"], {"energy": "REF_energy", "forces": "forces"})
+    frames = read(["frames.extxyz"], {"energy": "dft_energy", "forces": "forces"})
     with pytest.raises(ValueError, match="got none of forces in .*--energy-key and --forces-key"):
         frames_of(frames, ["Cu", "Au"])
-    keys = {"energy": "REF_energy", "forces": "REF_forces", "stress": "REF_energy"}
+    keys = {"energy": "dft_energy", "forces": "dft_forces", "stress": "dft_energy"}
     frames = read(["frames.extxyz"], keys)
     with pytest.raises(ValueError, match="expected a stress of 6 or 9 numbers, got 1 in .*frame 0"):
         frames_of(frames, ["Cu", "Au"])
@@ -700,6 +689,14 @@ def test_frames_to_hold_out_and_to_test_may_be_files_of_their_own(alloys, run):
     lines = run(alloys, *same).splitlines()
     errors = {line.partition(": ")[2] for line in lines if line.startswith("step")}
     assert next(line for line in lines if "test frames" in line).partition(": ")[2] in errors
+
+
+def test_frames_without_labels_are_refused_before_the_training(run):
+    write("bare.extxyz", [image(20, labels=())])
+    for option in ("--validate", "--test"):
+        with pytest.raises(ValueError, match="got none of energy in bare.extxyz, frame 0"):
+            run("frames.extxyz", option, "bare.extxyz")
+    assert not Path("trained/frames/log.csv").exists()
 
 
 def test_settings_are_defaults_of_the_options(tmp_path):
