@@ -520,7 +520,7 @@ def other_names(image):
     """Return the end of a sentence that lists what else a frame has: names for --energy-key."""
     usual = {"source", "numbers", "positions"}
     results = image.calc.results if image.calc else {}
-    names = sorted({*image.info, *image.arrays, *results} - usual)
+    names = sorted({*image.info, *image.arrays, *results} - usual - kLabels.keys())
     if not names:
         return ""
     return f", which has {', '.join(names)}; --energy-key and --forces-key name the labels"

@@ -109,6 +109,7 @@ def test_a_key_of_the_stress_or_the_virial_excludes_the_other():
 @pytest.mark.parametrize(
     "words, message",
     {
+        "E0=-1": "got none of energy in frames.xyz, frame 0, which has E0; --energy-key and",
         "energy=abc": "expected numbers of energy, got abc",
         "energy=T": "expected numbers of energy, got True",
         "energy=1_0": "expected numbers of energy, got 1_0",
