@@ -78,7 +78,7 @@ def untrained(inputs, energy, random):
         w0=random.normal(0, 1, (1, NEURONS, dim)),
         b0=random.normal(0, 1, (1, NEURONS)),
         w1=random.normal(0, 0.3, (1, NEURONS)),
-        bias=-energy.mean().item() / inputs[1].shape[1],
+        bias=-energy.mean(0, keepdim=True).numpy() / inputs[1].shape[1],
         c=tuple(random.normal(0, 0.5, (1, 1, BASIS, FUNCTIONS)) for _ in range(2)),
         scale=np.ones(dim),
     )

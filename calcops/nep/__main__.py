@@ -21,11 +21,15 @@ def main():
     parser.add_argument(
         "--cells", type=int, default=kCells, help="of the splines of radial functions"
     )
-    parser.add_argument("--device", default="cpu", help="of a package")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of a package")
     parser.add_argument("--float32", action="store_true", help="a model of float32 numbers")
     options = parser.parse_args()
     if options.cells < 4:
         raise ValueError(f"expected --cells of at least 4, got {options.cells}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("expected a GPU for --device cuda, got none")
+    if not options.output.parent.is_dir():
+        raise ValueError(f"expected the folder of {options.output}, got none")
     model = load(options.model, options.types, options.cells)
     dtype = torch.float32 if options.float32 else torch.float64
     save(model, options.output, dtype, options.device)

@@ -37,6 +37,7 @@ kElements = (
     "Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu"
 ).split()
 kCells = 256
+kWithoutY00 = math.sqrt(4 * math.pi)  # the radial sums of density have a factor Y_00, NEP's do not
 
 # GPUMD's factors of the terms of q_222 and of q_1111. Its harmonics are 3z^2 - 1; xz and yz;
 # x^2 - y^2 and 2xy; x, y and z. Orthonormal ones are these times kAxial, kMixed, kMixed / 2 and
@@ -109,17 +110,20 @@ class Nep(torch.nn.Module):
         self.k1111 = k1111 / kLinear**4
 
         self.cutoffs = file.cutoffs.tolist()
+        self.neighbours = file.neighbours
         for part, name in enumerate(("radial", "angular")):
             c = torch.tensor(file.c[part]).flatten(0, 1)
             self.register_parameter(f"{name}_c", torch.nn.Parameter(c))  # [kinds, basis, F]
             basis, grid = splines_of_basis(file.cutoffs[:, part], c.shape[1], cells)
+            if name == "radial":
+                basis = basis * kWithoutY00
             self.register_buffer(f"{name}_basis", basis)
             self.register_buffer(f"{name}_grid", grid)
             self.register_buffer(f"{name}_table", basis @ c)
         self.w0 = torch.nn.Parameter(torch.tensor(file.w0).mT.contiguous())  # [nets, dim, neurons]
         self.b0 = torch.nn.Parameter(torch.tensor(file.b0))
         self.w1 = torch.nn.Parameter(torch.tensor(file.w1))
-        self.bias = torch.nn.Parameter(torch.tensor(file.bias, dtype=torch.float64))
+        self.bias = torch.nn.Parameter(torch.tensor(file.bias))  # [nets]
         self.register_buffer("scale", torch.tensor(file.scale))
 
         self.zbl_inner, self.zbl_outer = file.zbl or (0.0, 0.0)
@@ -152,11 +156,12 @@ class Nep(torch.nn.Module):
             w0: [nets, dim, neurons].
             b0: [nets, neurons].
             w1: [nets, neurons].
-            bias: a number.
+            bias: [nets].
         """
         T = len(self.type_names)
-        w0, b0, w1, scale, *c = (
-            tensor.detach().double().cpu().numpy() for tensor in (w0.mT, b0, w1, self.scale, *c)
+        w0, b0, w1, bias, scale, *c = (
+            tensor.detach().double().cpu().numpy()
+            for tensor in (w0.mT, b0, w1, bias, self.scale, *c)
         )
         return NepFile(
             version=self.version,
@@ -169,9 +174,10 @@ class Nep(torch.nn.Module):
             w0=w0,
             b0=b0,
             w1=w1,
-            bias=bias.item(),
+            bias=bias,
             c=tuple(part.reshape(T, T, *part.shape[1:]) for part in c),
             scale=scale,
+            neighbours=self.neighbours,
         )
 
     def spline_error(self):
@@ -180,20 +186,22 @@ class Nep(torch.nn.Module):
         Each is relative to the largest value or slope of the functions of its kind.
         """
         worst = [0.0, 0.0]
-        radial = self.radial_table, self.radial_c, self.radial_grid
-        angular = self.angular_table, self.angular_c, self.angular_grid
-        for table, c, grid in (radial, angular):
-            cells = table.shape[1] - 5
+        radial = self.radial_basis / kWithoutY00, self.radial_c, self.radial_grid
+        angular = self.angular_basis, self.angular_c, self.angular_grid
+        for basis, c, grid in (radial, angular):
+            cells = basis.shape[1] - 5
             position = (np.arange(4 * cells) + 0.5) / 4
             B = b_splines(position, cells)
-            for kind, (_, cutoff) in enumerate(grid.tolist()):
-                r = position * cutoff / cells
-                exact = radial_basis(r, cutoff, c.shape[1]) @ c[kind].detach().numpy()
-                error = B @ table[kind].numpy() - exact
+            for cutoff in grid[:, 1].unique():
+                kinds = (grid[:, 1] == cutoff).nonzero().flatten()
+                r = position * cutoff.item() / cells
+                exact = radial_basis(r, cutoff.item(), c.shape[1])
+                error = B @ basis[kinds[0] if len(basis) > 1 else 0].numpy() - exact
                 slopes = np.gradient(error, r, axis=0), np.gradient(exact, r, axis=0)
-                for k, (of_splines, largest) in enumerate(((error, exact), slopes)):
-                    relative = np.abs(of_splines).max() / max(np.abs(largest).max(), 1e-300)
-                    worst[k] = max(worst[k], float(relative))
+                for coefficients in c[kinds].detach().numpy():
+                    for k, of_basis in enumerate(((error, exact), slopes)):
+                        of_splines, largest = (np.abs(x @ coefficients).max() for x in of_basis)
+                        worst[k] = max(worst[k], float(of_splines / max(largest, 1e-300)))
         return worst
 
     def invariants(self, A):
@@ -216,7 +224,9 @@ class Nep(torch.nn.Module):
 
         A type of -1 is no atom: frames are padded to the size of the largest one.
         """
-        w0 = self.scale.unsqueeze(-1) * self.w0
+        w0 = self.w0
+        q = q * self.scale
+        bias = self.bias[0]
         if w0.shape[0] == 1:
             energy = torch.tanh(torch.addmm(-self.b0[0], q, w0[0])) @ self.w1[0]
         elif q.is_cuda:
@@ -226,13 +236,15 @@ class Nep(torch.nn.Module):
                 own = (types == t).unsqueeze(-1)
                 hidden = torch.where(own, torch.addmm(-self.b0[t], q, w0[t]), hidden)
             energy = (torch.tanh(hidden) * self.w1[types.clamp(min=0)]).sum(-1)
+            bias = self.bias[types.clamp(min=0)]
         else:
             energy = torch.zeros_like(q[:, 0])
             for t in range(w0.shape[0]):
                 atoms = (types == t).nonzero().squeeze(-1)
                 hidden = torch.tanh(torch.addmm(-self.b0[t], q[atoms], w0[t]))
                 energy = energy.index_add(0, atoms, hidden @ self.w1[t])
-        return torch.where(types >= 0, energy - self.bias, 0.0)
+            bias = self.bias[types.clamp(min=0)]
+        return torch.where(types >= 0, energy - bias, 0.0)
 
     def energies_of_zbl(self, d, kind):
         """Return half of the ZBL energies [n] of the pairs of each atom."""
@@ -241,7 +253,7 @@ class Nep(torch.nn.Module):
         square = d.square().sum(-1)
         is_near = (kind >= 0) & ~(square >= self.zbl_outer**2)
         r = torch.where(is_near, square, 1.0).sqrt()
-        pair = kind.clamp(min=0)
+        pair = kind.clamp(0, T * T - 1)
         Zi = self.atomic_numbers[pair // T]
         Zj = self.atomic_numbers[pair % T]
         x = r * ((Zi**0.23 + Zj**0.23) * 2.134563)
@@ -269,8 +281,6 @@ class Nep(torch.nn.Module):
         if self.training:
             radial_table = self.radial_basis @ self.radial_c
             angular_table = self.angular_basis @ self.angular_c
-        # The radial sums have no harmonic. So Y_00 is divided out.
-        radial_table = radial_table * math.sqrt(4 * math.pi)
         radial = torch.ops.calcops.density(d, kind, radial_table, self.radial_grid, 1)
         harmonics = (self.l_max + 1) * (self.l_max + 1)
         A = torch.ops.calcops.density(d, kind, angular_table, self.angular_grid, harmonics)
@@ -281,13 +291,18 @@ class Nep(torch.nn.Module):
         return energy
 
     def kinds(self, types, list_neigh):
-        """Return `kind` of atom_energies for a list [B, n, K] and types [B, n + nghost]."""
+        """Return `kind` of atom_energies for a list [B, n, K] and types [B, n + nghost].
+
+        A type that the model does not have becomes a kind that `density` refuses.
+        """
+        T = len(self.type_names)
         B, n, _ = list_neigh.shape
         neighbours = list_neigh.clamp(min=0).flatten(1).long()
         of_slots = types.gather(1, neighbours).view(list_neigh.shape)
         centres = types[:, :n].unsqueeze(-1)
-        is_pair = (list_neigh >= 0) & (centres >= 0)
-        return torch.where(is_pair, centres * len(self.type_names) + of_slots, -1)
+        is_pair = (list_neigh >= 0) & (torch.minimum(centres, of_slots) >= 0)
+        is_known = torch.maximum(centres, of_slots) < T
+        return torch.where(is_pair, torch.where(is_known, centres * T + of_slots, T * T), -1)
 
     def environment(self, types, list_neigh, Rij):
         """Return what `evaluate` needs: list_neigh, Rij and `kind` of atom_energies [B, n, K].
@@ -319,7 +334,8 @@ class Nep(torch.nn.Module):
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
         """Return energies, forces and virials, as Potential.forward of ../potentials/potential.py.
 
-        A type of -1 is no atom. Pairs may be in any order and at any distance.
+        A type of -1 is no atom, and a neighbour of this type an empty slot. Pairs may be in any
+        order and at any distance.
         """
         list_neigh, Rij, kind = self.environment(types, list_neigh, Rij)
         return self.evaluate(types, list_neigh, Rij, kind, nghost, create_graph)

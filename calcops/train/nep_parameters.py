@@ -8,8 +8,7 @@ begins, by all of its frames:
 - The coefficients of radial functions belong to a basis that is orthonormal over the distances in
   the frames.
 - The nets take the descriptor less its mean, over its deviation, for each type of centre.
-- Each type has an energy of its own, like a Deep Potential. A nep.txt has only one for all types.
-  So `file` writes a neuron without inputs, whose tanh is 1, where the types' energies differ.
+- Each type has an energy of its own, like a Deep Potential. It is minus the bias of a NepFile.
 
 The maps are exact, so that a nep.txt gives the same results.
 """
@@ -17,7 +16,7 @@ The maps are exact, so that a nep.txt gives the same results.
 import numpy as np
 import torch
 from calcops.nep.model import Nep, load
-from calcops.nep.nep_file import NepFile, write
+from calcops.nep.nep_file import NepFile, check_limits, kMostNeighbours, write
 from calcops.nep.radial_splines import radial_basis
 from calcops.train.neighbours import neighbours, pair_vectors
 from calcops.train.weights import least_energies
@@ -27,7 +26,7 @@ kLeastDeviation = 1e-3  # of a number of the descriptor, in units of its root me
 # Of an invariant, in units of that of a single neighbour at the usual distances. In perfect
 # crystals some invariants are zero but for rounding errors, which must not be scaled to inputs.
 kLeastInvariant = 1e-6
-kSaturated = -20.0  # the b0 of a neuron without inputs: its tanh is 1 in float64
+kMoreNeighbours = 1.25  # GPUMD takes memory for so many more than in the frames
 kShareOfFunctions = 0.3  # of Muon's rate, since radial functions shift the whole descriptor
 
 
@@ -56,7 +55,7 @@ def new_nep(frames, pairs, type_names, options):
         w0=np.zeros((T, options.neurons, dim)),
         b0=np.zeros((T, options.neurons)),
         w1=np.zeros((T, options.neurons)),
-        bias=0.0,
+        bias=np.zeros(T),
         c=tuple(np.zeros((T, T, b, f)) for b, f in zip(basis, functions)),
         scale=np.ones(dim),
     )
@@ -80,9 +79,17 @@ class TrainedNep(Nep):
     def __init__(self, file, frames, pairs, random=None):
         super().__init__(file)
         self.requires_grad_(False)
-        self.register_buffer("shortest", torch.from_numpy(pairs.shortest))
+        shortest = torch.from_numpy(pairs.shortest)
+        if random is None:  # a nep.txt does not say how short its pairs were
+            shortest = torch.where(torch.from_numpy(pairs.counts) > 0, shortest, 0.0)
+        self.register_buffer("shortest", shortest)
         self.most_neighbours = int(pairs.most.sum())
-        moments = moments_of_basis(frames, file)
+        n_max = [c.shape[3] - 1 for c in file.c]
+        basis_size = [c.shape[2] - 1 for c in file.c]
+        # One more neuron gives the types energies of their own in a nep.txt.
+        check_limits(file.w0.shape[1] + (len(file.w0) > 1), n_max, basis_size)
+        moments, most = moments_of_basis(frames, file)
+        self.neighbours = neighbours_of_head(most, file.neighbours)
         for part, name in enumerate(("radial", "angular")):
             if not moments[part].any():
                 raise ValueError(
@@ -107,14 +114,11 @@ class TrainedNep(Nep):
 
     def keep_nets(self):
         """Make parameters of the nets of the file."""
-        is_constant = (self.w0 == 0).all(1).all(0)
-        w0, b0, w1 = (x[..., ~is_constant] for x in (self.w0, self.b0, self.w1))
-        constants = (self.w1 * torch.tanh(-self.b0) * is_constant).sum(1) - self.bias
-        w = self.scale.unsqueeze(-1) * w0
+        w = self.scale.unsqueeze(-1) * self.w0
         self.hidden = parameter_of(self.deviation.unsqueeze(-1) * w)
-        self.thresholds = parameter_of(b0.unsqueeze(1) - self.mean.unsqueeze(1) @ w)
-        self.outputs = parameter_of(w1.unsqueeze(-1))
-        self.energies = parameter_of(constants)
+        self.thresholds = parameter_of(self.b0.unsqueeze(1) - self.mean.unsqueeze(1) @ w)
+        self.outputs = parameter_of(self.w1.unsqueeze(-1))
+        self.energies = parameter_of(-self.bias)
 
     def draw_nets(self, random):
         """Make parameters of random nets, for descriptors of mean 0 and deviation 1."""
@@ -141,13 +145,15 @@ class TrainedNep(Nep):
     def shift(self, types, differences):
         """Add to the types' energies what comes nearest to `differences` [F] of frames' energies.
 
-        A model of one net for all types has one energy for all.
+        A model of one net for all types has one energy for all. Types without atoms keep theirs.
         """
         nets = len(self.energies)
         if nets == 1:
             types = torch.where(types >= 0, 0, -1)
+        energies = least_energies(types, differences, nets)
+        energies[~torch.isin(torch.arange(nets), types)] = 0.0  # but for rounding errors
         with torch.no_grad():
-            self.energies += least_energies(types, differences, nets).to(self.energies)
+            self.energies += energies.to(self.energies)
 
     def atom_energies(self, types, kind, d):
         """Return the energies [n] of atoms; the arguments are those of Nep.atom_energies."""
@@ -171,7 +177,7 @@ class TrainedNep(Nep):
 
     def descriptors(self, kind, d):
         """Return the descriptors [n, dim] of atoms, before the scale of a nep.txt."""
-        radial_table = self.radial_basis @ self.radial_coefficients() * (4 * torch.pi) ** 0.5
+        radial_table = self.radial_basis @ self.radial_coefficients()
         angular_table = self.angular_basis @ self.angular_coefficients()
         radial = torch.ops.calcops.density(d, kind, radial_table, self.radial_grid, 1)
         harmonics = (self.l_max + 1) ** 2
@@ -229,14 +235,8 @@ class TrainedNep(Nep):
         """Return the NepFile of the model."""
         w, b0, w1 = self.nets()
         w0 = w / self.scale.unsqueeze(-1)
-        bias = -self.energies.mean()
-        apart = self.energies + bias
-        if len(apart) > 1:
-            w0 = torch.cat([w0, torch.zeros_like(w0[..., :1])], -1)
-            b0 = torch.cat([b0, torch.full_like(b0[:, :1], kSaturated)], -1)
-            w1 = torch.cat([w1, apart.unsqueeze(-1)], -1)
         c = self.radial_coefficients(), self.angular_coefficients()
-        return self.file_of(c, w0, b0, w1, bias)
+        return self.file_of(c, w0, b0, w1, -self.energies)
 
 
 def functions_like(c, random):
@@ -287,9 +287,11 @@ def moments_of_basis(frames, file):
         file: a NepFile, whose types are those of the frames.
 
     Returns:
-        Two matrices [basis, basis]. The cutoffs of types count.
+        Two matrices [basis, basis], and the most neighbours of an atom in each part. The cutoffs of
+        types count.
     """
     of_parts = [np.zeros((c.shape[2],) * 2) for c in file.c]
+    most = [0, 0]
     for types, list_neigh, Rij in pairs_of_frames(frames, file.cutoffs.max()):
         r = Rij[0].norm(dim=-1).numpy()
         others = types[0][list_neigh[0].clamp(min=0)].numpy()
@@ -300,7 +302,27 @@ def moments_of_basis(frames, file):
             is_pair = (list_neigh[0].numpy() >= 0) & (r < cutoffs)
             values = radial_basis(r[is_pair] / cutoffs[is_pair], 1.0, len(moments))
             moments += values.T @ values
-    return [torch.from_numpy(moments) for moments in of_parts]
+            most[part] = max(most[part], int(is_pair.sum(-1).max()))
+    return [torch.from_numpy(moments) for moments in of_parts], most
+
+
+def neighbours_of_head(most, known):
+    """Return the numbers of neighbours for the head of a nep.txt.
+
+    Args:
+        most: two numbers, the most neighbours of an atom within each cutoff in the frames.
+        known: those in the head of the file that the training begins with, or None.
+
+    Raises:
+        ValueError: GPUMD cannot run a model of so many neighbours.
+    """
+    if max(most) > kMostNeighbours:
+        raise ValueError(
+            f"expected at most {kMostNeighbours} neighbours of an atom, as GPUMD runs, "
+            f"got {max(most)}: a smaller cutoff has fewer"
+        )
+    enough = [int(kMoreNeighbours * count) + 1 for count in most]
+    return tuple(max(numbers) for numbers in zip(enough, known or enough))
 
 
 def orthonormal(moments):

@@ -9,6 +9,7 @@ import json
 import re
 import runpy
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -184,6 +185,126 @@ def test_a_file_that_is_written_gives_the_same_model(name, tmp_path):
     assert (again.zbl_inner, again.zbl_outer) == (model.zbl_inner, model.zbl_outer)
 
 
+def energies_of_types(name, tmp_path):
+    """Return the file of a model with three types as MatPL writes it: an energy for each type."""
+    text = (FILES / f"{name}.txt").read_text().splitlines()
+    neurons, dim = read(FILES / f"{name}.txt").w0.shape[1:]
+    bias = 1 + next(i for i, line in enumerate(text) if line.startswith("ANN"))
+    bias += 3 * neurons * (dim + 2)
+    (tmp_path / "matpl.txt").write_text(
+        "\n".join([*text[:bias], "1.5", "-2", "300", *text[bias + 1 :]])
+    )
+    return tmp_path / "matpl.txt", float(text[bias])
+
+
+def test_a_file_of_matpl_subtracts_an_energy_of_each_type(tmp_path):
+    frame = NUMBERS["nep4_types"][0]
+    path, bias = energies_of_types("nep4_types", tmp_path)
+    energy, atom_energy, force, *_ = load(path)(*inputs_of(frame, load(path)))
+    whole = load(FILES / "nep4_types.txt")
+    _, expected, expected_force, *_ = whole(*inputs_of(frame, whole))
+    expected = expected + bias - torch.tensor([1.5, -2.0, 300.0])[frame["types"]]
+    torch.testing.assert_close(atom_energy, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(energy, expected.sum(-1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(force, expected_force, rtol=0, atol=0)
+
+
+def test_energies_of_types_are_written_as_a_neuron_without_inputs(tmp_path):
+    frame = NUMBERS["nep4_types"][0]
+    model = load(energies_of_types("nep4_types", tmp_path)[0])
+    write(model.file(), tmp_path / "nep.txt")
+    words = [line.split() for line in (tmp_path / "nep.txt").read_text().splitlines()]
+    neurons = model.w0.shape[-1]
+    assert ["ANN", str(neurons + 1), "0"] in words
+    # GPUMD's number of numbers: a single energy for all types.
+    dim = model.w0.shape[1]
+    of_c = model.radial_c.numel() + model.angular_c.numel()
+    assert sum(len(line) == 1 for line in words) == 3 * (neurons + 1) * (dim + 2) + 1 + of_c + dim
+    again = load(tmp_path / "nep.txt")
+    assert again.w0.shape == model.w0.shape
+    for result, other in zip(again(*inputs_of(frame, model)), model(*inputs_of(frame, model))):
+        torch.testing.assert_close(result, other, rtol=1e-12, atol=1e-12)
+
+
+def test_an_old_file_has_no_numbers_of_neighbours(tmp_path):
+    path = edited("nep4", "cutoff 5 4 99 99", "cutoff 5 4", tmp_path)
+    assert read(path).neighbours is None
+    model = load(path)
+    frame = NUMBERS["nep4"][0]
+    assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
+
+
+def test_a_file_with_other_ends_of_lines_is_read(tmp_path):
+    text = (FILES / "nep4.txt").read_text()
+    (tmp_path / "nep.txt").write_bytes(text.replace("\n", "\r\n").encode())
+    assert np.array_equal(read(tmp_path / "nep.txt").w0, read(FILES / "nep4.txt").w0)
+
+
+def test_written_cutoffs_have_all_digits_and_room_for_neighbours(tmp_path):
+    file = read(FILES / "nep4.txt")
+    file = replace(file, cutoffs=np.array([[7 + 1e-13, 4 + 1e-15]]))
+    for neighbours, expected in ((None, 259), ((300, 40), 300), ((900, 40), 819)):
+        write(replace(file, neighbours=neighbours), tmp_path / "nep.txt")
+        again = read(tmp_path / "nep.txt")
+        assert np.array_equal(again.cutoffs, file.cutoffs)
+        assert again.neighbours[0] == expected  # 253 in diamond
+
+
+def test_models_that_gpumd_and_nep_cpu_cannot_run_are_not_written(tmp_path):
+    file = read(FILES / "nep4.txt")
+    wide = replace(file, w0=np.ones((1, 121, 24)), b0=np.ones((1, 121)), w1=np.ones((1, 121)))
+    with pytest.raises(ValueError, match="expected at most 120 neurons, as GPUMD and NEP_CPU"):
+        write(wide, tmp_path / "nep.txt")
+    radial, angular = file.c
+    for c, message in (
+        ((np.ones((1, 1, 5, 14)), angular), "expected n_max of at most 12 8, .*, got 13 4"),
+        ((radial, np.ones((1, 1, 5, 10))), "expected n_max of at most 12 8, .*, got 4 9"),
+        ((np.ones((1, 1, 18, 5)), angular), "expected basis_size of at most 16 12, .*, got 17"),
+        ((radial, np.ones((1, 1, 14, 5))), r"expected basis_size of at most 16 12, .*, got \d+ 13"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(replace(file, c=c), tmp_path / "nep.txt")
+    assert not (tmp_path / "nep.txt").exists()
+
+
+def test_a_zbl_up_to_4_angstrom_switches_off_there(tmp_path):
+    path = edited("nep3_zbl", "zbl 1 2", "zbl 1.5 3", tmp_path)
+    model = load(path)
+    types = torch.zeros(2, dtype=torch.int64)
+    list_neigh = torch.tensor([[[1], [0]]])
+    kind = torch.zeros(2, 1, dtype=torch.int64)
+    for r in (1.2, 2.0, 2.9, 3.0, 3.5):
+        Z = 6.0
+        x = r * 2 * Z**0.23 * 2.134563
+        phi = 0.18175 * np.exp(-3.1998 * x) + 0.50986 * np.exp(-0.94229 * x)
+        phi += 0.28022 * np.exp(-0.4029 * x) + 0.02817 * np.exp(-0.20162 * x)
+        switch = 1.0 if r < 1.5 else (0.5 + 0.5 * np.cos(np.pi * (r - 1.5) / 1.5)) * (r < 3)
+        expected = 14.399645 * Z * Z / r * phi * switch
+        d = torch.tensor([[[r, 0, 0]], [[-r, 0, 0]]], dtype=torch.float64)
+        assert model.energies_of_zbl(d, kind).sum().item() == pytest.approx(expected, abs=1e-12)
+    assert model(types, list_neigh, d[None])[0].isfinite().all()
+
+
+def test_a_neighbour_without_a_type_is_an_empty_slot():
+    model = load(FILES / "nep4_types.txt")
+    types, list_neigh, Rij = inputs_of(NUMBERS["nep4_types"][0], model)
+    without = torch.where(list_neigh == 3, -1, list_neigh)
+    types[3] = -1
+    results = model(types, list_neigh, Rij)
+    for result, other in zip(results, model(types, without, Rij)):
+        torch.testing.assert_close(result, other, rtol=0, atol=0)
+    assert results[1][0, 3] == 0
+
+
+@pytest.mark.parametrize("name", ["nep4_types", "nep3_zbl"])
+def test_a_type_that_the_model_lacks_is_an_error(name):
+    model = load(FILES / f"{name}.txt")
+    types, list_neigh, Rij = inputs_of(NUMBERS[name][0], model)
+    types[1] = len(model.type_names)
+    with pytest.raises(RuntimeError, match="kind"):
+        model(types, list_neigh, Rij)
+
+
 def loss_of(model, frame):
     """Return the mean square of the errors of energies and forces."""
     _, atom_energy, force, _, _ = model(*inputs_of(frame, model), create_graph=True)
@@ -239,13 +360,22 @@ def edited(name, old, new, tmp_path):
         ("nep4", "nep4 1 Si", "nep4_charge1 1 Si", r"has charges \(qNEP\), which is not supported"),
         ("nep4", "nep4 1 Si", "nep4_zbl_charge2 1 Si", r"has charges \(qNEP\), which is not"),
         ("nep4", "nep4 1 Si", "nep3_temperature 1 Si", "has a temperature, which is not supported"),
-        ("nep4", "nep4 1 Si", "nep5 1 Si", "expected nep3, nep3_zbl, nep4 or nep4_zbl, got 'nep5'"),
+        ("nep4", "nep4 1 Si", "nep5 1 Si", "nep5 is a NEP5, which is not supported"),
+        ("nep4", "nep4 1 Si", "nep_zbl 1 Si", "nep_zbl is a NEP2, which is not supported"),
         ("nep4", "nep4 1 Si", "nep4 2 Si", "expected 2 types in the first line, got nep4 2 Si"),
         ("nep4", "nep4 1 Si", "nep4", "expected 0 types in the first line, got nep4"),
         ("nep3_zbl", "zbl 1 2", "zbl 0 0", "a flexible ZBL is not supported"),
         ("nep3_zbl", "zbl 1 2", "zbl 1 2 0.7", "a ZBL with cutoffs for each type is not supported"),
-        ("nep3_zbl", "zbl 1 2", "zbl 2 1", "expected `zbl` with 0 <= inner < outer <= 2.5"),
-        ("nep4", "cutoff 5 4 99 99", "cutoff 5 4", "expected a line of `cutoff` and 4 or 4 numb"),
+        ("nep3_zbl", "zbl 1 2", "zbl 2 1", "expected `zbl` with 0 <= inner < outer <= 4"),
+        ("nep3_zbl", "zbl 1 2", "zbl 2 4.1", "expected `zbl` with 0 <= inner < outer <= 4"),
+        (
+            "nep3_zbl",
+            "cutoff 4 4",
+            "cutoff 4 1.5",
+            "expected `zbl` within the angular cutoff of 1.5",
+        ),
+        ("nep4", "cutoff 5 4 99 99", "cutoff 5 4 99", "expected a line of `cutoff` and 2, 4 or 4"),
+        ("nep4", "cutoff 5 4 99 99", "cutoff 5 4 9.9 99", "expected numbers of neighbours in `cut"),
         ("nep4", "cutoff 5 4", "cutoff 4 5", "expected radial >= angular > 0 in `cutoff`"),
         ("nep4", "n_max 4 4", "n_max 4", "expected a line of `n_max` and 2 numbers, got n_max 4"),
         ("nep4", "l_max 4 0 0", "l_max 4 1 0 1", "the invariants q_112 are not supported"),
@@ -255,14 +385,22 @@ def edited(name, old, new, tmp_path):
         ("nep4", "l_max 4 0 0", "l_max 4 2 0", r"expected \d+ numbers after the head, got \d+"),
         ("nep4", "ANN 8 0", "ANN 8 1", "expected `ANN <neurons> 0`, got 8 1"),
         ("nep4", "ANN 8 0\n", "", "expected a line of `ANN` and 2 numbers"),
-        ("nep4", "ANN 8 0\n", "ANN 8 0\nnan\n", r"expected \d+ numbers after the head"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n1\n", r"expected \d+ numbers after the head"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\nnan\n", "expected a finite number, got 'nan'"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n1_0\n", "expected a finite number, got '1_0'"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n1e999\n", "expected a finite number, got '1e999'"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n\u0661\n", "expected a finite number, got '\u0661'"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0 # neurons\n", "expected a line of `ANN` and 2 numbers"),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\nANN 8 0\n", "expected a number a line after the head"),
+        ("nep4", "ANN 8 0\n", "ANN 0x8 0\n", "expected a finite number, got '0x8'"),
+        ("nep4", "nep4 1 Si", "nep4 1_0 Si", "expected a finite number, got '1_0'"),
         ("nep4", "ANN 8 0\n", "ANN 8 0\n1 2\n", "expected a number a line after the head, got 1 2"),
-        ("nep4", "ANN 8 0", "ANN inf 0", "expected integers from 0 on in `ANN`"),
+        ("nep4", "ANN 8 0", "ANN inf 0", "expected a finite number, got 'inf'"),
         ("nep4", "ANN 8 0", "ANN 0 0", "expected `ANN <neurons> 0`, got 0 0"),
-        ("nep4", "n_max 4 4", "n_max 4.7 4", "expected integers from 0 on in `n_max`"),
-        ("nep4", "n_max 4 4", "n_max -1 4", "expected integers from 0 on in `n_max`"),
+        ("nep4", "n_max 4 4", "n_max 4.7 4", "expected an integer from 0 on, got '4.7'"),
+        ("nep4", "n_max 4 4", "n_max -1 4", "expected an integer from 0 on, got '-1'"),
         ("nep4", "l_max 4 0 0", "l_max", "expected `l_max` from 1 to 4, got 0"),
-        ("nep4", "cutoff 5 4", "cutoff inf 4", "expected radial >= angular > 0 in `cutoff`"),
+        ("nep4", "cutoff 5 4", "cutoff inf 4", "expected a finite number, got 'inf'"),
         ("nep4_types", "3 Ag Cu Al", "3 Ag Cu Ag", "expected different types in the first line"),
         ("nep4", "nep4 1 Si", "Si", "expected nep3, nep3_zbl, nep4 or nep4_zbl, got 'Si'"),
     ],
@@ -291,6 +429,8 @@ def test_wrong_types_and_files_are_errors(tmp_path):
     "words, message",
     {
         "none.txt si.pt": "No such file or directory: 'none.txt'",
+        f"{FILES / 'nep4.txt'} none/si.pt": "expected the folder of none/si.pt, got none",
+        f"{FILES / 'nep4.txt'} si.pt --device cuda": "expected a GPU for --device cuda, got none",
         f"{FILES / 'nep4.txt'} si.pt --types Au": "expected different types of Si, got Au",
         f"{FILES / 'nep4.txt'} si.pt --cells 0": "expected --cells of at least 4, got 0",
     }.items(),
@@ -298,6 +438,7 @@ def test_wrong_types_and_files_are_errors(tmp_path):
 def test_the_command_prints_errors_without_a_traceback(words, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["calcops.nep", *words.split()])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("calcops.nep", run_name="__main__")
     assert str(stop.value.code).startswith("calcops.nep: ")
