@@ -380,6 +380,7 @@ def edited(name, old, new, tmp_path):
         ("nep4", "n_max 4 4", "n_max 4", "expected a line of `n_max` and 2 numbers, got n_max 4"),
         ("nep4", "l_max 4 0 0", "l_max 4 1 0 1", "the invariants q_112 are not supported"),
         ("nep4", "l_max 4 0 0", "l_max 4 0 0 0 0 0 1", "the invariants q_134 are not supported"),
+        ("nep4", "l_max 4 0 0", "l_max 1 2 0", "q_222 needs an `l_max` of 2 or more"),
         ("nep4", "l_max 4 0 0", "l_max 5 0 0", "expected `l_max` from 1 to 4, got 5"),
         ("nep4", "l_max 4 0 0", "l_max 4 3 0", "expected `l_max` with flags for q_222 and q_1111"),
         ("nep4", "l_max 4 0 0", "l_max 4 2 0", r"expected \d+ numbers after the head, got \d+"),

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
 from ase.build import bulk  # noqa: E402
+from ase.calculators.lj import LennardJones  # noqa: E402
 from ase.io import write  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
 from calcops.nep import load  # noqa: E402
@@ -284,15 +287,19 @@ def test_a_setting_of_one_path_needs_no_list():
     assert options.frames == options.test == ["frames.extxyz"]
 
 
-@pytest.mark.parametrize("name", ["nep4_types", "nep3"])
-def test_fine_tuning_starts_with_the_results_of_the_file(name):
+def start_of(name, types, zbl=None):
+    """Return a file with the numbers of one of MODELS, for other elements."""
     file = read(MODELS / f"{name}.txt")
-    chosen = file.of_types(file.type_names[:2])
-    names = {"Ag": "Au"}
-    chosen.type_names = [names.get(own, own) for own in chosen.type_names]
-    if name == "nep3":
-        chosen.type_names = ["Cu", "Au"]
-    write_nep(chosen, "start.txt")
+    chosen = file.of_types(file.type_names[: len(types)])
+    write_nep(replace(chosen, type_names=types, zbl=zbl), "start.txt")
+    return read("start.txt")
+
+
+@pytest.mark.parametrize(
+    "name, zbl", [("nep4_types", None), ("nep4_types", (1, 3)), ("nep3", None)]
+)
+def test_fine_tuning_starts_with_the_results_of_the_file(name, zbl):
+    start_of(name, ["Au", "Cu"], zbl)
     before = load("start.txt")
     images = [image(number, CalcOps(before)) for number in range(4)]
     model, _ = first_model(images, command.parse(["frames.extxyz", "--start", "start.txt"]))
@@ -305,6 +312,100 @@ def test_fine_tuning_starts_with_the_results_of_the_file(name):
     model.write("twice.txt")  # and a second start does not add a neuron again
     again, _ = first_model(images, command.parse(["frames.extxyz", "--start", "again.txt"]))
     assert len(again.file().b0[0]) == len(model.file().b0[0])
+
+
+@pytest.mark.parametrize("name", ["nep4_types", "nep3"])
+def test_an_element_that_the_frames_lack_stays_as_it_was(name, images):
+    types = ["Cu", "Au", "Ag"] if name == "nep4_types" else ["Cu", "Au"]
+    file = start_of(name, types, (1, 3))
+    if name == "nep3":  # one net, but coefficients for each pair
+        images = [labelled(bulk("Cu", a=a, cubic=True)) for a in (3.5, 3.6, 3.7)]
+    absent = len(types) - 1
+    model, _ = first_model(images, command.parse(["frames.extxyz", "--start", "start.txt"]))
+    assert model.type_names == types
+    frames = frames_of(images, types)
+    trainer = Trainer(model, Data(frames, model), steps=1, seed=0, batch=len(images))
+    batch = trainer.data[:]
+    _, gradients = differentiate(trainer.mean_squares, trainer.parameters, *batch)
+    pairs = torch.arange(len(types) ** 2).view(len(types), -1)
+    of_absent = torch.cat([pairs[absent], pairs[:, absent]])
+    for parameter, gradient in zip(trainer.parameters, gradients):
+        own = of_absent if "functions" in parameter else [absent]
+        if len(gradient) > absent:
+            assert (gradient[own] == 0).all(), parameter
+            gradient[own] = 1
+        assert (gradient != 0).any(), parameter
+
+    written = model.file()
+    assert written.zbl == file.zbl
+    if name == "nep4_types":
+        assert written.bias[absent] == file.bias[absent]
+        assert written.bias[0] != file.bias[0]
+    for c, before in zip(written.c, file.c):
+        np.testing.assert_allclose(c[absent], before[absent], rtol=1e-9, atol=1e-12)
+    # Nothing is known about the pairs of an element that the frames lack.
+    assert (model.shortest[absent] == 0).all()
+    assert 2 < model.shortest[0, 0] < 3
+    atoms = bulk(types[absent], a=3.6)
+    model.write("nep.txt")
+    atoms.calc = CalcOps(model.from_file("nep.txt"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        atoms.get_potential_energy()
+
+
+def test_one_net_of_all_types_has_one_energy(images):
+    start_of("nep3", ["Au", "Cu"])
+    model, _ = first_model(images, command.parse(["frames.extxyz", "--start", "start.txt"]))
+    before = model.energies.item()
+    types = torch.tensor([[0, 1, 1, -1], [1, 1, 1, 1]])
+    model.shift(types, torch.tensor([1.5, 2.0], dtype=torch.float64))
+    assert model.energies.item() == pytest.approx(before + 0.5)
+
+
+def test_statistics_have_no_pairs_through_an_open_side(images):
+    models = []
+    for height, is_periodic in ((None, False), (30, True)):
+        slabs = [image.copy() for image in images]
+        for atoms, labelled_atoms in zip(slabs, images):
+            atoms.pbc = True, True, is_periodic
+            if height:
+                atoms.cell[2, 2] = height
+            atoms.calc = labelled_atoms.calc
+        models.append(model_of(slabs))
+    for name in ("mean", "deviation"):
+        open_side, vacuum = (getattr(model, name) for model in models)
+        torch.testing.assert_close(open_side, vacuum, rtol=1e-4, atol=1e-6)
+    assert models[0].neighbours == models[1].neighbours
+
+
+def test_cutoffs_and_invariants_are_part_of_the_identity(images):
+    words = "", "--angular-cutoff 3.4", "--cutoff 4.1", "--l-max 3 2 0", "--l-max 3 0 1"
+    settings = [model_of(images, *own.split()).settings() for own in words]
+    for number, own in enumerate(settings):
+        assert own not in settings[:number]
+
+
+def test_sizes_that_gpumd_cannot_run_are_refused(images):
+    model = model_of(images, "--neurons", "119")
+    model.write("nep.txt")
+    assert "ANN 120 0\n" in Path("nep.txt").read_text()
+    for words, message in {
+        "--neurons 120": "at most 120 neurons, as GPUMD and NEP_CPU run, got 121",
+        "--n-max 4 9": "n_max of at most 12 8, as GPUMD and NEP_CPU run, got 4 9",
+        "--basis-size 17 4": "basis_size of at most 16 12, as GPUMD and NEP_CPU run, got 17 4",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            model_of(images, *words.split())
+
+
+def test_the_head_has_room_for_the_neighbours_in_the_frames(images, monkeypatch):
+    dense = labelled(bulk("C", a=3.57, cubic=True), calculator=LennardJones())
+    model = model_of([dense], "--cutoff", "7")
+    assert model.file().neighbours[0] > 274  # atoms within 7 A in diamond
+    monkeypatch.setattr(nep_parameters, "kMostNeighbours", 273)
+    with pytest.raises(ValueError, match="expected at most 273 neighbours of an atom, .*, got 274"):
+        model_of([dense], "--cutoff", "7")
 
 
 @pytest.mark.parametrize(
