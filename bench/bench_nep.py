@@ -1,6 +1,7 @@
 """Times of NEP: packages of calcops.nep and, if a checkout of it is given, NEP_CPU's.
 
     python bench/bench_nep.py GPUMD [NEP_CPU] [--repeats 9]
+    python bench/bench_nep.py --many-types
 
 GPUMD and NEP_CPU are checkouts of https://github.com/brucefan1983, whose potentials are used. Each
 case is a disturbed crystal in blocks of 256 atoms with their neighbours, as LAMMPS runs packages.
@@ -9,6 +10,9 @@ compute the sum of the virials; ours also the virials of atoms.
 
 Both run in turn on one thread. The table has the smallest of the times of the thread, in us an
 atom, and the largest differences of energies of atoms (eV) and of forces, relative to the largest.
+
+--many-types prints the processor time of an ASE step of copper and gold with all of 89 types of a
+model of random numbers, and with the two types alone.
 """
 
 import argparse
@@ -22,7 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from calcops.nep import load
+from ase.build import bulk
+from calcops.ase import CalcOps
+from calcops.nep import Nep, load
+from calcops.nep.model import kElements
+from calcops.nep.nep_file import NepFile
 from calcops.potentials import package
 from scipy.spatial import cKDTree
 
@@ -206,15 +214,60 @@ def measure(case, path, library, repeats, folder):
     return row
 
 
+def file_of_many_types():
+    """Return a NepFile of 89 types of the size of GPUMD's NEP89, with random numbers."""
+    random = np.random.default_rng(0)
+    T, dim, neurons = 89, 35, 80
+    return NepFile(
+        version=4,
+        type_names=kElements[:T],
+        zbl=(0.5, 1.0),
+        cutoffs=np.array([[6.0, 5.0]] * T),
+        l_max=4,
+        has_q222=True,
+        has_q1111=True,
+        w0=random.normal(0, 0.3, (T, neurons, dim)),
+        b0=random.normal(0, 1, (T, neurons)),
+        w1=random.normal(0, 0.1, (T, neurons)),
+        bias=np.zeros(T),
+        c=tuple(random.normal(0, 0.2, (T, T, 9, 5)) for _ in range(2)),
+        scale=np.full(dim, 0.05),
+    )
+
+
+def print_many_types(repeats):
+    """Print the smallest processor time of a step, in ms, with all types and with two."""
+    file = file_of_many_types()
+    files = {"89 types": file, "2 types": file.of_types(["Cu", "Au"])}
+    calculators = {name: CalcOps(Nep(own).eval()) for name, own in files.items()}
+    for cells in (2, 10):
+        crystal = bulk("Cu", a=3.8, cubic=True).repeat((4, 2, 2) if cells == 2 else cells)
+        crystal.symbols[::2] = "Au"
+        best = dict.fromkeys(files, float("inf"))
+        for seed in range(repeats):
+            crystal.rattle(0.01, seed=seed)
+            for name, crystal.calc in calculators.items():
+                begin = time.process_time()
+                crystal.get_forces()
+                best[name] = min(best[name], 1e3 * (time.process_time() - begin))
+        times = ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.items())
+        print(f"{len(crystal)} atoms: {times}", flush=True)
+
+
 def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("gpumd", type=Path, help="a checkout of GPUMD")
+    parser.add_argument("gpumd", type=Path, nargs="?", help="a checkout of GPUMD")
     parser.add_argument("nep_cpu", type=Path, nargs="?", help="a checkout of NEP_CPU")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--many-types", action="store_true", help="a model of 89 types alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.many_types:
+        return print_many_types(options.repeats)
+    if options.gpumd is None:
+        parser.error("expected a checkout of GPUMD or --many-types")
     head = ["model", "pairs an atom", "CalcOps, us"]
     if options.nep_cpu:
         head += ["NEP_CPU, us", "NEP_CPU / CalcOps", "energy apart", "forces apart"]
