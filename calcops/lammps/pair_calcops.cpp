@@ -101,26 +101,36 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
 
 PairCalcOps::~PairCalcOps() {
   delete[] pvector;
+  forget_types();
+}
+
+// Makes LAMMPS demand `pair_coeff`. For a second `pair_style calcops`, LAMMPS calls settings() of
+// the same object, and the numbers of the types belong to the first model.
+void PairCalcOps::forget_types() {
   memory->destroy(setflag);
   memory->destroy(cutsq);
   memory->destroy(cutghost);
+  allocated = 0;
+  is_initialized_ = false;
 }
 
 void PairCalcOps::settings(int narg, char** arg) {
   if (narg == 0) error->all(FLERR, "Pair style calcops: expected a model's file, got none");
+  forget_types();
   models_.clear();
+  std::vector<Model> models;
   const at::Device gpu = own_gpu();
   for (int k = 0; k < narg; ++k) {
     const std::string file = arg[k];
     try {
       if (!platform::file_is_readable(file)) throw std::invalid_argument("cannot be read");
-      models_.emplace_back(file, gpu, std::max(1, comm->nthreads));
+      models.emplace_back(file, gpu, std::max(1, comm->nthreads));
     } catch (const c10::Error& e) {
       error->one(FLERR, "Pair style calcops: {}: {}", file, e.what_without_backtrace());
     } catch (const std::exception& e) {
       error->one(FLERR, "Pair style calcops: {}: {}", file, e.what());
     }
-    const Model &first = models_.front(), &model = models_.back();
+    const Model &first = models.front(), &model = models.back();
     const auto expect = [&](bool alike, const char* what) {
       if (!alike)
         error->all(FLERR, "Pair style calcops: {}: expected the {} of {}, got another", file, what,
@@ -134,6 +144,7 @@ void PairCalcOps::settings(int narg, char** arg) {
     expect(model.takes_order == first.takes_order, "inputs");
     expect(model.layers == first.layers, "layers");
   }
+  models_ = std::move(models);
   // A committee warns as soon as one of its models would.
   sel_.clear();
   shortest_.clear();
@@ -165,6 +176,9 @@ at::Device PairCalcOps::own_gpu() const {
 
 void PairCalcOps::coeff(int narg, char** arg) {
   const int ntypes = atom->ntypes;
+  forget_types();
+  if (models_.empty())
+    error->all(FLERR, "Pair style calcops: expected a model of pair_style before pair_coeff");
   if (narg != 2 + ntypes)
     error->all(FLERR, "Pair style calcops: expected pair_coeff * * and {} names", ntypes);
   const std::vector<std::string>& names = models_[0].type_names;
@@ -177,12 +191,10 @@ void PairCalcOps::coeff(int narg, char** arg) {
                  utils::join_words(names, " "), arg[1 + type]);
     model_type_[type] = found - names.begin();
   }
-  if (!allocated) {
-    memory->create(setflag, ntypes + 1, ntypes + 1, "pair:setflag");
-    memory->create(cutsq, ntypes + 1, ntypes + 1, "pair:cutsq");
-    memory->create(cutghost, ntypes + 1, ntypes + 1, "pair:cutghost");
-    allocated = 1;
-  }
+  memory->create(setflag, ntypes + 1, ntypes + 1, "pair:setflag");
+  memory->create(cutsq, ntypes + 1, ntypes + 1, "pair:cutsq");
+  memory->create(cutghost, ntypes + 1, ntypes + 1, "pair:cutghost");
+  allocated = 1;
   for (int i = 1; i <= ntypes; ++i)
     for (int j = 1; j <= ntypes; ++j) setflag[i][j] = model_type_[i] >= 0 && model_type_[j] >= 0;
 }
@@ -200,11 +212,8 @@ void PairCalcOps::init_style() {
          "pair_modify shift no, as a model's energy is shifted where the model is made", "yes");
   expect(!passes_messages() || comm->mode == Comm::SINGLE,
          "comm_modify mode single for a model that passes messages", "another");
-  if (neighbor->exclude && comm->me == 0)
-    error->warning(
-        FLERR,
-        "Pair style calcops: neigh_modify exclude hides pairs from the model, so its energies "
-        "lack these pairs");
+  warned_of_hidden_ = false;
+  is_initialized_ = true;
   at::set_num_threads(comm->nthreads);
   neighbor->add_request(
       this, NeighConst::REQ_FULL | (ghostneigh ? NeighConst::REQ_GHOST : NeighConst::REQ_DEFAULT));
@@ -245,8 +254,7 @@ void PairCalcOps::refuse_weighted_bonds() const {
     if (atom->nbonds) refuse();
     return;
   }
-  for (int k = 0; k < list->inum; ++k) {
-    const int i = list->ilist[k];
+  for (const int i : centres_) {
     // The entries of an atom are sorted by kind: 1-2, 1-3, 1-4. nspecial has the ends of the kinds.
     for (int s = 0, kind = 1; s < atom->nspecial[i][2]; ++s) {
       while (s >= atom->nspecial[i][kind - 1]) ++kind;
@@ -256,7 +264,54 @@ void PairCalcOps::refuse_weighted_bonds() const {
   }
 }
 
+// Finds the atoms whose energies count: those of the list, without the atoms that
+// `neigh_modify exclude` excludes from all pairs of the model. `fix gcmc` and others exclude an
+// atom while they compute the energy without it. The model would give it the energy of a lone atom.
+void PairCalcOps::find_centres() {
+  constexpr int kAll = 0;  // LAMMPS's number of the group `all`
+  const int ntypes = atom->ntypes;
+  bool hides_pairs = neighbor->nex_mol > 0;
+
+  int excluded_groups = 0;  // their bits
+  for (int k = 0; k < neighbor->nex_group; ++k) {
+    if (neighbor->ex1_group[k] == kAll)
+      excluded_groups |= neighbor->ex2_bit[k];
+    else if (neighbor->ex2_group[k] == kAll)
+      excluded_groups |= neighbor->ex1_bit[k];
+    else
+      hides_pairs = true;
+  }
+
+  const auto excludes = [&](int i, int j) {
+    return neighbor->nex_type > 0 && model_type_[j] >= 0 && neighbor->ex_type[i][j];
+  };
+  std::vector<bool> is_excluded(ntypes + 1, true);
+  for (int i = 1; i <= ntypes; ++i)
+    for (int j = 1; j <= ntypes; ++j)
+      if (model_type_[j] >= 0 && !excludes(i, j)) is_excluded[i] = false;
+  for (int i = 1; i <= ntypes; ++i)
+    for (int j = 1; j <= ntypes; ++j)
+      hides_pairs |= model_type_[i] >= 0 && excludes(i, j) && !is_excluded[i] && !is_excluded[j];
+
+  centres_.clear();
+  for (int k = 0; k < list->inum; ++k) {
+    const int i = list->ilist[k];
+    if (!(atom->mask[i] & excluded_groups) && !is_excluded[atom->type[i]]) centres_.push_back(i);
+  }
+  if (!hides_pairs || warned_of_hidden_) return;
+  warned_of_hidden_ = true;
+  if (comm->me == 0)
+    error->warning(
+        FLERR,
+        "Pair style calcops: neigh_modify exclude hides pairs from the model, so its energies "
+        "lack these pairs");
+}
+
 void PairCalcOps::compute(int eflag, int vflag) {
+  if (!is_initialized_)
+    error->all(FLERR,
+               "Pair style calcops: expected pair_coeff and a run without `pre no` after "
+               "pair_style");
   ev_init(eflag, vflag);
   std::atomic<double> rows = 0, pairs = 0, model = 0, adding = 0;
   operator_seconds = 0;
@@ -306,10 +361,11 @@ void PairCalcOps::compute(int eflag, int vflag) {
 }
 
 void PairCalcOps::build_blocks() {
+  find_centres();
   refuse_weighted_bonds();
-  const int64_t n = list->inum, nall = atom->nlocal + atom->nghost;
+  const int64_t n = centres_.size(), nall = atom->nlocal + atom->nghost;
   int64_t slots = 0;
-  for (int k = 0; k < n; ++k) slots += list->numneigh[list->ilist[k]];
+  for (const int i : centres_) slots += list->numneigh[i];
   int64_t count = std::min<int64_t>(n, 1);
   if (!takes_all_slots()) {  // each thread gets the same number of blocks
     const int64_t threads = at::get_num_threads();
@@ -327,8 +383,8 @@ void PairCalcOps::build_blocks() {
     std::vector<int> number(nall, -1);  // each atom's place in block.atoms
     for (int64_t b = begin; b < end; ++b) {
       Block& block = blocks_[b];
-      const int* const first = list->ilist + n * b / count;
-      const int* const last = list->ilist + n * (b + 1) / count;
+      const int* const first = centres_.data() + n * b / count;
+      const int* const last = centres_.data() + n * (b + 1) / count;
       block.centres = last - first;
       block.atoms.assign(first, last);
       for (int i = 0; i < block.centres; ++i) number[first[i]] = i;
@@ -343,12 +399,7 @@ void PairCalcOps::build_blocks() {
         }
         block.ends.push_back(block.rows.size());
       }
-      block.types = at::empty({static_cast<int64_t>(block.atoms.size())}, at::kLong);
-      int64_t* const types = block.types.mutable_data_ptr<int64_t>();
-      for (size_t a = 0; a < block.atoms.size(); ++a) {
-        types[a] = model_type_[atom->type[block.atoms[a]]];
-        number[block.atoms[a]] = -1;
-      }
+      for (const int i : block.atoms) number[i] = -1;
       if (takes_all_slots()) fill_rows(block);
     }
   });
@@ -368,7 +419,6 @@ void PairCalcOps::fill_rows(Block& block) const {
     std::copy(block.rows.begin() + begin, block.rows.begin() + end, slots + i * block.K);
     begin = end;
   }
-  block.types = block.types.to(models_[0].device);
   block.list_neigh = block.list_neigh.to(models_[0].device);
   block.named = block.list_neigh.clamp_min(0).flatten();
   find_edge_order(block);
@@ -379,19 +429,29 @@ void PairCalcOps::find_edge_order(Block& block) const {
   const at::Tensor centres = at::arange(block.centres, block.list_neigh.options());
   const at::Tensor edges =
       at::stack({centres.unsqueeze(1).expand({-1, block.K}).flatten(), block.list_neigh.flatten()});
-  block.edge_order = calcops::edge_order(edges, block.types.size(0));
+  block.edge_order = calcops::edge_order(edges, block.atoms.size());
+}
+
+// In each step, since fixes such as `sgcmc` change types between two lists.
+void PairCalcOps::find_types(Block& block) const {
+  block.types = at::empty({static_cast<int64_t>(block.atoms.size())}, at::kLong);
+  int64_t* type = block.types.mutable_data_ptr<int64_t>();
+  for (const int i : block.atoms) {
+    *type = model_type_[atom->type[i]];
+    if (*type++ < 0)
+      throw std::domain_error(
+          fmt::format("expected a new list after a change of types, since the model does not get "
+                      "type {}, got atom {} in the old one",
+                      atom->type[i], atom->tag[i]));
+  }
+  block.types = block.types.to(models_[0].device);
 }
 
 // Subtracts positions in float64, also for a model in float32.
 void PairCalcOps::find_pairs(Block& block) const {
-  if (passes_messages()) {
-    find_graph(block);
-  } else if (!takes_all_slots()) {
-    if (models_[0].dtype == at::kDouble)
-      find_near_pairs<double>(block);
-    else
-      find_near_pairs<float>(block);
-  } else {
+  if (passes_messages()) find_graph(block);
+  find_types(block);
+  if (takes_all_slots()) {
     const at::Tensor atoms = at::tensor(block.atoms, at::kInt);
     const at::Tensor x = at::from_blob(atom->x[0], {atom->nlocal + atom->nghost, 3}, at::kDouble)
                              .index_select(0, atoms)
@@ -402,6 +462,11 @@ void PairCalcOps::find_pairs(Block& block) const {
                     .sub_(centres)
                     .to(models_[0].dtype);
     if (neighbor->ago == 0) compare_with_training(block);
+  } else if (!passes_messages()) {
+    if (models_[0].dtype == at::kDouble)
+      find_near_pairs<double>(block);
+    else
+      find_near_pairs<float>(block);
   }
   for (const Model& model : models_)
     if (model.neighbors && block.K > model.neighbors)
@@ -539,8 +604,8 @@ void PairCalcOps::find_graph(Block& block) const {
   const double limit = models_[0].cutoff * models_[0].cutoff;
   std::vector<int> number(atom->nlocal + atom->nghost, -1);
   std::vector<double> vectors;
-  block.atoms.assign(list->ilist, list->ilist + list->inum);
-  for (int i = 0; i < list->inum; ++i) number[block.atoms[i]] = i;
+  block.atoms = centres_;
+  for (size_t i = 0; i < centres_.size(); ++i) number[centres_[i]] = i;
   block.rows.clear();
   block.ends.clear();
   block.K = 1;
@@ -568,11 +633,8 @@ void PairCalcOps::find_graph(Block& block) const {
     }
 
   const int64_t n = block.centres, K = block.K;
-  block.types = at::empty({static_cast<int64_t>(block.atoms.size())}, at::kLong);
   block.list_neigh = at::full({1, n, K}, -1, at::kLong);
   block.Rij = at::zeros({1, n, K, 3}, at::kDouble);
-  for (size_t a = 0; a < block.atoms.size(); ++a)
-    block.types.mutable_data_ptr<int64_t>()[a] = model_type_[atom->type[block.atoms[a]]];
   for (int64_t i = 0, s = 0; i < n; ++i) {
     const int count = block.ends[i] - s;
     std::copy_n(&block.rows[s], count, block.list_neigh.mutable_data_ptr<int64_t>() + i * K);
@@ -580,10 +642,9 @@ void PairCalcOps::find_graph(Block& block) const {
     s += count;
   }
   const at::Device device = models_[0].device;
-  block.types = block.types.to(device);
   block.list_neigh = block.list_neigh.to(device);
   block.Rij = block.Rij.to(device, models_[0].dtype);
-  block.owned = at::arange(n, block.types.options()).lt(list->inum);
+  block.owned = at::arange(n, block.list_neigh.options()).lt(static_cast<int64_t>(centres_.size()));
   find_edge_order(block);
 }
 
@@ -672,21 +733,19 @@ void PairCalcOps::add_deviations() {
     return squares / models;
   };
   deviation_.assign(std::max(1, atom->nlocal), 0.0);  // an empty vector is an error in `fix pair`
-  double largest = 0, least = std::numeric_limits<double>::max(), sum = 0, counted = 0;
-  for (int i = 0; i < atom->nlocal; ++i) {
-    if (model_type_[atom->type[i]] < 0) continue;  // an atom of another pair style
+  double largest = 0, least = std::numeric_limits<double>::max(), sum = 0;
+  for (const int i : centres_) {
     double squares = 0;
     for (int a = 0; a < 3; ++a) squares += variance(&forces_[comm_reverse * i + a], 3);
     deviation_[i] = std::sqrt(squares);
     largest = std::max(largest, deviation_[i]);
     least = std::min(least, deviation_[i]);
     sum += deviation_[i];
-    ++counted;
   }
   const auto reduce = [this](double* x, int n, MPI_Op op) {
     MPI_Allreduce(MPI_IN_PLACE, x, n, MPI_DOUBLE, op, world);
   };
-  double sums[2] = {sum, counted};
+  double sums[2] = {sum, static_cast<double>(centres_.size())};
   reduce(&largest, 1, MPI_MAX);
   reduce(&least, 1, MPI_MIN);
   reduce(sums, 2, MPI_SUM);

@@ -48,7 +48,6 @@ class PairCalcOps : public Pair {
     std::vector<int> ends;   // where each centre's row ends in `rows`
     std::vector<int> rows;   // neighbours within cutoff and skin, by their places in `atoms`
     int64_t K = 1;           // the longest row so far
-    at::Tensor types;        // [atoms]
     // Valid as long as LAMMPS's list, if the model takes all slots. Otherwise list_neigh has the
     // pairs within the cutoff of one step.
     at::Tensor list_neigh;  // [1, centres, K]
@@ -66,6 +65,7 @@ class PairCalcOps : public Pair {
     // Only for a model that passes messages.
     at::Tensor owned;  // [centres], true if the energy counts on this rank
     // Valid for one step.
+    at::Tensor types;                              // [atoms]
     at::Tensor Rij;                                // [1, centres, K, 3]
     std::vector<std::vector<at::Tensor>> results;  // of the first model, or of each
   };
@@ -75,12 +75,15 @@ class PairCalcOps : public Pair {
   bool takes_all_slots() const {
     return !passes_messages() && (models_[0].device.is_cuda() || models_[0].takes_order);
   }
+  void forget_types();
+  void find_centres();
   void refuse_weighted_bonds() const;
   void refuse_few_ghosts() const;
   [[noreturn]] void refuse_coincidence(int i, int j) const;
   void refuse_infinite(const Block& block, const at::Tensor& force) const;
   void build_blocks();
   void fill_rows(Block& block) const;
+  void find_types(Block& block) const;
   void find_pairs(Block& block) const;
   void find_graph(Block& block) const;
   void find_edge_order(Block& block) const;
@@ -94,10 +97,12 @@ class PairCalcOps : public Pair {
 
   std::vector<Model> models_;
   std::vector<int64_t> model_type_;  // of LAMMPS's types, which start from 1; -1: NULL
+  bool is_initialized_ = false;      // for these models and types, by init_style()
+  std::vector<int> centres_;         // this rank's own atoms that the model gets
   std::vector<Block> blocks_;
   std::vector<int64_t> sel_;      // of the models, the least for each type; empty: no limit
   std::vector<double> shortest_;  // of the models, the longest for each two types
-  bool warned_of_crowded_ = false, warned_of_near_ = false;
+  bool warned_of_crowded_ = false, warned_of_near_ = false, warned_of_hidden_ = false;
 
   // Only for a committee, in steps that compute deviations.
   int deviations_wanted_ = 0;      // `fix pair` sets it to 1 if it takes deviations of this step
