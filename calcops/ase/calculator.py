@@ -13,9 +13,9 @@ from functools import partial
 
 import numpy as np
 import torch
-import vesin
 from calcops.ase.trained_range import TrainedRange
 from calcops.potentials.blocks import near_pairs
+from calcops.potentials.pair_search import pairs_within
 from torch.nn.functional import pad
 
 from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
@@ -40,9 +40,7 @@ class NeighbourList:
     """
 
     def __init__(self, atoms, cutoff, skin, device):
-        finder = vesin.NeighborList(cutoff=cutoff + skin, full_list=True, sorted=True)
-        i, j, S = finder.compute(atoms.positions, atoms.cell.array, atoms.pbc, "ijS")
-        i = i.astype(np.int64)
+        i, j, S = pairs_within(atoms.positions, atoms.cell.array, atoms.pbc, cutoff + skin)
         count = np.bincount(i, minlength=len(atoms))
         first_pair = count.cumsum() - count
         slot = np.arange(len(i)) - first_pair[i]
@@ -72,7 +70,10 @@ class NeighbourList:
         """
         if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
             return False
-        deformation = np.linalg.solve(self.cell, periodic_cell(atoms))
+        cell = periodic_cell(atoms)
+        if not np.isfinite(cell).all():
+            return False
+        deformation = np.linalg.solve(self.cell, cell)
         moves = atoms.positions - self.positions @ deformation
         farthest = np.linalg.norm(moves - moves.mean(0), axis=1).max()
         least = np.linalg.svd(deformation, compute_uv=False)[-1]
@@ -144,13 +145,14 @@ class CalcOps(Calculator):
     Args:
         model: called as model(types, list_neigh, Rij, nghost). It has cutoff, units and type_names
             (chemical symbols).
-        skin: a length. The lists have pairs up to cutoff + skin.
+        skin: a length of at least 0. The lists have pairs up to cutoff + skin.
         device: where a module computes; None: where it is. Another device or dtype makes a copy of
             the module. A package has a fixed device and dtype.
         dtype: in which a module computes; None: its own.
 
     Raises:
-        ValueError: the model has other units, or a package another device or dtype.
+        ValueError: the model has other units or names of types, a package another device or dtype,
+            or the skin is no such length.
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress", "stresses"]
@@ -162,6 +164,13 @@ class CalcOps(Calculator):
             raise ValueError(
                 f'CalcOps: expected a model with units "metal" or "lj", got {model.units}'
             )
+        names = model.type_names
+        if len(set(names) & atomic_numbers.keys()) < len(names):
+            raise ValueError(
+                f"CalcOps: expected chemical symbols as names of types, each once, got {names}"
+            )
+        if not 0 <= skin < np.inf:  # or NaN
+            raise ValueError(f"CalcOps: expected a skin of at least 0, got {skin}")
         own_device, own_dtype = place_of(model)
         self.model = model
         self.device = torch.device(device or own_device)
@@ -176,7 +185,7 @@ class CalcOps(Calculator):
         self.trained_range = TrainedRange(model)
         self.neighbours = NeighbourLists(model.cutoff, skin, self.device)
         self.type_of = np.full(len(atomic_numbers), -1)
-        for number, name in enumerate(model.type_names):
+        for number, name in enumerate(names):
             self.type_of[atomic_numbers[name]] = number
 
     def tensors(self, atoms, frame=""):
@@ -186,11 +195,15 @@ class CalcOps(Calculator):
             raise ValueError(
                 f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}{frame}"
             )
+        try:
+            neighbours = self.neighbours.of(atoms)
+        except ValueError as error:
+            raise ValueError(f"CalcOps: {error}{frame}") from None
         return (
             torch.as_tensor(types, device=self.device),
             torch.as_tensor(atoms.positions, device=self.device),
             torch.as_tensor(atoms.cell.array, device=self.device),
-            self.neighbours.of(atoms),
+            neighbours,
         )
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
@@ -199,7 +212,7 @@ class CalcOps(Calculator):
         if not has_stress(self.atoms) and {"stress", "stresses"}.intersection(properties):
             raise PropertyNotImplementedError(
                 "CalcOps: expected a periodic cell with a volume for the stress, "
-                f"got pbc={self.atoms.pbc.tolist()} and {self.atoms.cell.rank} cell vectors"
+                f"got pbc={self.atoms.pbc.tolist()} and cell {self.atoms.cell.tolist()}"
             )
         (self.results,) = self.calculate_batch([self.atoms])
 
@@ -320,8 +333,8 @@ def results(atoms, energies, forces, atom_virials):
 
 
 def has_stress(atoms):
-    """Return True if `atoms` are periodic and have a volume."""
-    return atoms.pbc.any() and atoms.cell.rank == 3
+    """Return True if `atoms` are periodic and have a volume, which is more than rounding."""
+    return atoms.pbc.any() and atoms.cell.volume > 1e-12 * atoms.cell.lengths().prod()
 
 
 def place_of(model):

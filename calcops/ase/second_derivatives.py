@@ -6,6 +6,7 @@ operators once more. There are no finite differences. The functions serve any po
 
 import numpy as np
 import torch
+from calcops.potentials.pair_search import pairs_within
 
 from ase import units
 
@@ -48,37 +49,56 @@ def elastic_constants(atoms):
     return held, relaxed
 
 
-def phonons(primitive, cells=4):
+def phonons(primitive):
     """Return a function from wave vectors q [m, 3] in 1/A to frequencies [m, 3p] in THz.
 
     p is the number of atoms in the primitive cell. Imaginary frequencies are negative.
 
     Args:
         primitive: the cell, with a CalcOps calculator.
-        cells: the supercell has cells^3 primitive cells. Only nearest images count, so the
-            interaction must end within half of the supercell.
     """
     p = len(primitive)
-    atoms = primitive.repeat(cells)
-    atoms.calc = primitive.calc
-    types, positions, cell, neighbours = atoms.calc.tensors(atoms)
+    atoms, number = surroundings(primitive)
+    types, positions, cell, neighbours = primitive.calc.tensors(atoms)
     Rij = neighbours.pair_vectors(positions.requires_grad_(), cell)
-    force = atoms.calc.model(types, neighbours.list_neigh, Rij, 0, create_graph=True)[2]
+    force = primitive.calc.model(types, neighbours.list_neigh, Rij, 0, create_graph=True)[2]
     rows = force[0, :p].flatten()  # the forces on the atoms of one cell: a row of the Hessian each
     (hessian,) = torch.autograd.grad(
         rows, positions, -torch.eye(3 * p).to(rows), is_grads_batched=True
     )
-    # [atom, x, cell, atom, x], divided by the roots of both atoms' masses.
-    hessian = hessian.cpu().numpy().reshape(p, 3, -1, p, 3)
-    root = np.sqrt(primitive.get_masses())
-    hessian = hessian / (root[:, None, None, None, None] * root[:, None])
-    vectors = [atoms.get_distances(i, range(len(atoms)), mic=True, vector=True) for i in range(p)]
-    vectors = np.array(vectors).reshape(p, -1, p, 3)
+    # [atom, x, image, x], divided by the roots of both atoms' masses.
+    hessian = hessian.cpu().numpy().reshape(p, 3, -1, 3)
+    root = np.sqrt(atoms.get_masses())
+    hessian = hessian / (root[:p, None, None, None] * root[:, None])
+    vectors = atoms.positions - primitive.positions[:, None]
+    is_image = number == np.arange(p)[:, None]
 
     def frequencies(q):
-        phase = np.exp(1j * np.einsum("ilkx,mx->milk", vectors, q))
-        dynamical = np.einsum("ialkb,milk->miakb", hessian, phase).reshape(-1, 3 * p, 3 * p)
-        squares = np.linalg.eigvalsh(dynamical)
+        phase = np.exp(1j * np.einsum("inx,mx->min", vectors, q))
+        dynamical = np.einsum("ianb,min,kn->miakb", hessian, phase, is_image, optimize=True)
+        squares = np.linalg.eigvalsh(dynamical.reshape(-1, 3 * p, 3 * p))
         return np.sign(squares) * np.sqrt(abs(squares)) / (2 * np.pi) * units.fs * 1e3
 
     return frequencies
+
+
+def surroundings(primitive):
+    """Return a cluster with all atoms on which the forces in a cell depend, the cell's first.
+
+    An atom's energy depends on atoms up to `layers` cutoffs away, and its force on energies that
+    far away. So the cluster goes twice as far, and each image of an atom is an atom of its own. In
+    a supercell images that are too near would count as one.
+
+    Returns:
+        atoms: without periodic directions.
+        number: [n], of each atom in the cell.
+    """
+    reach = 2 * getattr(primitive.calc.model, "layers", 1) * primitive.calc.model.cutoff
+    _, j, S = pairs_within(primitive.positions, primitive.cell.array, primitive.pbc, reach)
+    of_images = np.unique(np.column_stack([S, j]), axis=0)
+    of_images = of_images[of_images[:, :3].any(1)]
+    number = np.concatenate([np.arange(len(primitive)), of_images[:, 3]])
+    atoms = primitive[number]
+    atoms.positions[len(primitive) :] += of_images[:, :3] @ primitive.cell.array
+    atoms.pbc = False
+    return atoms, number

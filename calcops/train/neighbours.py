@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-import vesin
+from calcops.potentials.pair_search import pairs_within
 
 
 def neighbours(positions, cells, cutoff, types=None, pbc=None):
@@ -20,21 +20,17 @@ def neighbours(positions, cells, cutoff, types=None, pbc=None):
         vector is r_j - r_i + shift.
     """
     B, n, _ = positions.shape
-    finder = vesin.NeighborList(cutoff=cutoff, full_list=True, sorted=True)
     pairs_of_frames = []
     counts = np.zeros((B, n), int)
     for b in range(B):
         natoms = n if types is None else int((types[b] >= 0).sum())
         cell = cells[b].numpy()
-        centres, others, images = finder.compute(
-            points=positions[b, :natoms].numpy(),
-            box=cell,
-            periodic=True if pbc is None else pbc[b].numpy(),
-            quantities="ijS",
+        periodic = np.ones(3, bool) if pbc is None else pbc[b].numpy()
+        centres, others, images = pairs_within(
+            positions[b, :natoms].numpy(), cell, periodic, cutoff
         )
-        centres = centres.astype(np.int64)
         counts[b] = np.bincount(centres, minlength=n)
-        pairs_of_frames.append((centres, others.astype(np.int64), images @ cell))
+        pairs_of_frames.append((centres, others, images @ cell))
 
     slots = max(1, counts.max())
     list_neigh = np.full((B, n, slots), -1)

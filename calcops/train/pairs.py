@@ -37,7 +37,7 @@ class Pairs:
         smooth: where the switch begins, in A.
 
     Raises:
-        ValueError: two atoms are in one place.
+        ValueError: two atoms are in one place, or a frame is of a shape that cannot be searched.
     """
 
     def __init__(self, frames, sources, ntypes, cutoff, smooth):
@@ -58,7 +58,12 @@ class Pairs:
         """Count the pairs of one frame."""
         types = frame["types"]
         positions = frame["positions"]
-        list_neigh, shift = neighbours(positions, frame["cells"], self.cutoff, types, frame["pbc"])
+        try:
+            list_neigh, shift = neighbours(
+                positions, frame["cells"], self.cutoff, types, frame["pbc"]
+            )
+        except ValueError as error:
+            raise ValueError(f"{error}: {source}") from None
         r = pair_vectors(positions, list_neigh, shift)[0].norm(dim=-1)
         is_pair = (list_neigh[0] >= 0) & (r < self.cutoff)
         if (is_pair & (r == 0)).any():
