@@ -188,18 +188,22 @@ class Nep(torch.nn.Module):
         worst = [0.0, 0.0]
         radial = self.radial_basis / kWithoutY00, self.radial_c, self.radial_grid
         angular = self.angular_basis, self.angular_c, self.angular_grid
+        step = 0.01  # in cells, over which slopes are differences: exact to 1e-4
         for basis, c, grid in (radial, angular):
             cells = basis.shape[1] - 5
-            position = (np.arange(4 * cells) + 0.5) / 4
-            B = b_splines(position, cells)
+            middle = np.linspace(step, cells - step, 8 * cells + 1)
+            positions = middle - step, middle, middle + step
+            splines = [b_splines(position, cells) for position in positions]
             for cutoff in grid[:, 1].unique():
                 kinds = (grid[:, 1] == cutoff).nonzero().flatten()
-                r = position * cutoff.item() / cells
-                exact = radial_basis(r, cutoff.item(), c.shape[1])
-                error = B @ basis[kinds[0] if len(basis) > 1 else 0].numpy() - exact
-                slopes = np.gradient(error, r, axis=0), np.gradient(exact, r, axis=0)
+                lengths = [position * cutoff.item() / cells for position in positions]
+                exact = [radial_basis(r, cutoff.item(), c.shape[1]) for r in lengths]
+                spline = basis[kinds[0] if len(basis) > 1 else 0].numpy()
+                error = [B @ spline - values for B, values in zip(splines, exact)]
+                values = error[1], exact[1]
+                slopes = error[2] - error[0], exact[2] - exact[0]
                 for coefficients in c[kinds].detach().numpy():
-                    for k, of_basis in enumerate(((error, exact), slopes)):
+                    for k, of_basis in enumerate((values, slopes)):
                         of_splines, largest = (np.abs(x @ coefficients).max() for x in of_basis)
                         worst[k] = max(worst[k], float(of_splines / max(largest, 1e-300)))
         return worst

@@ -63,6 +63,35 @@ def test_few_cells_give_the_errors_that_load_prints():
         assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
 
 
+@pytest.mark.parametrize("name", ["nep4", "nep4_types"])
+def test_the_printed_errors_are_those_of_fine_samples(name):
+    """Slopes of the basis come from autograd, those of the splines from scipy."""
+    from scipy.interpolate import BSpline
+
+    model = load(FILES / f"{name}.txt", cells=16)
+    expected = np.zeros(2)
+    for table, c, grid in (
+        (model.radial_table / (4 * np.pi) ** 0.5, model.radial_c, model.radial_grid),
+        (model.angular_table, model.angular_c, model.angular_grid),
+    ):
+        for coefficients, of_kind, (_, cutoff) in zip(table.numpy(), c.detach(), grid.tolist()):
+            knots = cutoff / 16 * np.arange(-5, 16 + 6)
+            spline = BSpline(knots, coefficients, 5)
+            r = torch.linspace(0.001, cutoff - 0.001, 3001, dtype=torch.float64)
+
+            def exact(r, cutoff=cutoff, of_kind=of_kind):
+                angle = torch.arccos(2 * (r / cutoff - 1) ** 2 - 1)
+                orders = torch.arange(len(of_kind), dtype=torch.float64)
+                basis = (torch.cos(orders * angle[:, None]) + 1) / 2
+                return (basis * (0.5 + 0.5 * torch.cos(torch.pi * r / cutoff))[:, None]) @ of_kind
+
+            values, slopes = torch.func.jvp(exact, (r,), (torch.ones_like(r),))
+            for k, true in enumerate((values.numpy(), slopes.numpy())):
+                error = np.abs(spline(r.numpy(), k) - true).max() / np.abs(true).max()
+                expected[k] = max(expected[k], error)
+    np.testing.assert_allclose(model.spline_error(), expected, rtol=0.1)
+
+
 def test_a_model_of_some_types_gives_the_numbers_of_the_whole():
     whole = load(FILES / "nep4_types.txt")
     part = load(FILES / "nep4_types.txt", ["Al", "Ag"])
