@@ -69,9 +69,11 @@ class Archive(pickle.Unpickler):
 
     def __init__(self, path):
         self.zip = zipfile.ZipFile(path)
-        (name,) = [name for name in self.zip.namelist() if re.fullmatch("[^/]*/data.pkl", name)]
-        self.folder = name.removesuffix("data.pkl")
-        super().__init__(io.BytesIO(self.zip.read(name)))
+        names = [name for name in self.zip.namelist() if re.fullmatch("[^/]*/data.pkl", name)]
+        if len(names) != 1:
+            raise ValueError("expected a frozen model, as `dp --pt freeze` writes it")
+        self.folder = names[0].removesuffix("data.pkl")
+        super().__init__(io.BytesIO(self.zip.read(names[0])))
 
     def find_class(self, module, name):
         """Return a class or function for one of the archive.

@@ -52,17 +52,24 @@ def load(path):
         path: of a .pth, .pt, .dp or .yaml.
 
     Raises:
-        ValueError: the model is of another type, or has an option that DeepPotential does not
-            compute.
+        ValueError: the file cannot be read, or the model is of another type, or has an option that
+            DeepPotential does not compute.
     """
     try:
         model = DeepPotential(arrays(read(Path(path))))
+    except (ImportError, FileNotFoundError):
+        raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except KeyError as error:
         raise ValueError(
             f"{path}: expected a model of type se_e2_a, got one without {error}"
         ) from None
+    except Exception as error:  # of pickles, zip files, HDF5, YAML and what else they may hold
+        raise ValueError(
+            f"{path}: expected a model of DeePMD-kit, got a file that cannot be read as one: "
+            f"{str(error).partition(chr(10))[0] or type(error).__name__}"
+        ) from error
     error = 0.0 if model.table is None else model.table_error()
     if error > 1e-4:
         warnings.warn(
@@ -254,11 +261,14 @@ def main():
     )
     parser.add_argument("--float32-nets", action="store_true", help="nets compute in float32")
     options = parser.parse_args()
-    model = quick_form(load(options.model), options)
-    if options.output.suffix == ".npz":
-        save_npz(model, options.output)
-    else:
-        save(model, options.output)
+    try:
+        model = quick_form(load(options.model), options)
+        if options.output.suffix == ".npz":
+            save_npz(model, options.output)
+        else:
+            save(model, options.output)
+    except (ImportError, OSError, ValueError) as error:
+        parser.exit(1, f"import_deepmd: {error}\n")
     counts = zip(model.type_names, model.sel)
     neighbours = ", ".join(f"{name} up to {count}" for name, count in counts)
     print(f"{options.output}: neighbours within {model.cutoff:g} A: {neighbours}")

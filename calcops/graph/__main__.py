@@ -29,22 +29,39 @@ def load_sevennet(name, head):
     return SevenNet(load_checkpoint(name).build_model())
 
 
+def load(kind, name, head):
+    """Return the Mace or SevenNet of a file or name.
+
+    Raises:
+        ValueError: the file is no such model.
+    """
+    loaders = {"mace": load_mace, "sevennet": load_sevennet}
+    try:
+        return loaders[kind](name, head)
+    except (ImportError, OSError, ValueError):
+        raise
+    except Exception as error:  # of torch.load and of what it finds, such as TorchScript
+        raise ValueError(
+            f"expected a model that the training of {kind} wrote, got {name}, which cannot be read "
+            f"as one: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
 def main():
     """Read the command line; write the file."""
     parser = argparse.ArgumentParser(
         prog="python -m calcops.graph", description=__doc__.splitlines()[0]
     )
-    loaders = {"mace": load_mace, "sevennet": load_sevennet}
-    parser.add_argument("kind", choices=loaders)
+    parser.add_argument("kind", choices=["mace", "sevennet"])
     parser.add_argument("model", help="the model's file; for SevenNet also a name")
     parser.add_argument("file", type=Path, help="to write; it ends in .pt")
     parser.add_argument("--head", help="of a MACE model that has several")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     options = parser.parse_args()
     try:
-        model = loaders[options.kind](options.model, options.head)
+        model = load(options.kind, options.model, options.head)
         save(model, options.file, dtype=getattr(torch, options.dtype), **model.about)
-    except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.exit(1, f"calcops.graph: {error}\n")
 
 

@@ -274,25 +274,16 @@ class Package:
 
     def __init__(self, path, device):
         self.path = path
-        if path.suffix == ".pt2":
+        try:
             with quietly():
-                self.run = torch._inductor.aoti_load_package(str(path))
-            about = self.run.loader.get_metadata()
-            self.device = about["device"]
-        else:
-            names = "cutoff units type_names layers neighbors sel shortest block_slots dtype inputs"
-            names = names.split()
-            about = dict.fromkeys(names, "")  # torch.jit.load replaces the values
-            try:
-                with quietly():
-                    self.run = torch.jit.load(path, device, _extra_files=about)
-            except RuntimeError as error:
-                raise ValueError(
-                    "expected a model that save() wrote, "
-                    f"got {path}, perhaps a checkpoint of torch.save"
-                ) from error
-            self.device = str(device)
-            about = {key: value.decode() for key, value in about.items()}
+                about = self.opened(path, device)
+            if not about.get("cutoff"):
+                raise ValueError("it has no cutoff")
+        except Exception as error:  # of both formats
+            raise ValueError(
+                f"expected a model that save() wrote, got {path}, "
+                f"perhaps a checkpoint of torch.save: {str(error).partition(chr(10))[0]}"
+            ) from error
         self.cutoff = float(about["cutoff"])
         self.units = about["units"]
         self.type_names = about["type_names"].split()
@@ -306,6 +297,19 @@ class Package:
         if about.get("shortest"):
             lengths = torch.tensor(list(map(float, about["shortest"].split())), dtype=torch.float64)
             self.shortest = lengths.view(len(self.type_names), -1)
+
+    def opened(self, path, device):
+        """Open the file, and return the strings that it holds beside the model."""
+        if path.suffix == ".pt2":
+            self.run = torch._inductor.aoti_load_package(str(path))
+            about = self.run.loader.get_metadata()
+            self.device = about["device"]
+            return about
+        names = "cutoff units type_names layers neighbors sel shortest block_slots dtype inputs"
+        about = dict.fromkeys(names.split(), "")  # torch.jit.load replaces the values
+        self.run = torch.jit.load(path, device, _extra_files=about)
+        self.device = str(device)
+        return {key: value if value == "" else value.decode() for key, value in about.items()}
 
     def __call__(self, types, list_neigh, Rij, nghost=0, **options):
         """Return the results of potential.py's `forward`, whose arguments these are.

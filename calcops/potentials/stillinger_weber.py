@@ -4,6 +4,7 @@ Si.sw of LAMMPS is an example of the format.
 """
 
 import itertools
+import math
 from pathlib import Path
 
 import torch
@@ -27,8 +28,19 @@ def read(text):
     entries = {}
     for first in range(0, len(words), 14):
         elements = tuple(words[first : first + 3])
-        entries[elements] = [float(word) for word in words[first + 3 : first + 14]]
+        entries[elements] = [number(word, elements) for word in words[first + 3 : first + 14]]
     return entries
+
+
+def number(word, elements):
+    """Return the number that a word of the entry of `elements` is; ValueError if it is none."""
+    try:
+        value = float(word.replace("_", "?"))  # Python reads 1_0 as 10
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"expected a number in the entry of {' '.join(elements)}, got {word}")
+    return value
 
 
 class StillingerWeber(Potential):

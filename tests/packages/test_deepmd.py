@@ -12,6 +12,7 @@ import json
 import re
 import runpy
 import warnings
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ for module in ("ase", "vesin"):
     pytest.importorskip(module)
 
 from calcops.ase.calculator import CalcOps  # noqa: E402
+from calcops.deepmd import import_deepmd  # noqa: E402
 from calcops.deepmd.formats import read  # noqa: E402
 from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, save_npz  # noqa: E402
 from calcops.potentials import package  # noqa: E402
@@ -230,3 +232,42 @@ def test_models_with_unsupported_weights_and_other_files_are_refused(serialised,
         ValueError, match="graph.pb: expected .pth, .pt, .dp or .yaml; `dp convert-backend`"
     ):
         load(tmp_path / "graph.pb")
+
+
+kUnreadable = {
+    "empty.pth": lambda path: path.touch(),
+    "text.pth": lambda path: path.write_text("text"),
+    "zip.pth": lambda path: zipfile.ZipFile(path, "w").close(),
+    "folder.pth": lambda path: path.mkdir(),
+    "cut.pth": lambda path: path.write_bytes((FILES / "pairs.pth").read_bytes()[:3000]),
+    "text.pt": lambda path: path.write_text("text"),
+    "list.pt": lambda path: torch.save([1], path),
+    "module.pt": lambda path: torch.save(torch.nn.Linear(2, 2), path),
+    "cut.yaml": lambda path: path.write_text("model: ["),
+    "number.yaml": lambda path: path.write_text("model: 3"),
+    "text.dp": lambda path: path.write_text("text"),
+}
+
+
+@pytest.mark.parametrize("name", [*kUnreadable, "absent.pth"])
+def test_a_file_that_is_no_model_is_one_line_of_the_command(name, tmp_path, monkeypatch, capsys):
+    for module in {".dp": ["h5py"], ".yaml": ["yaml"]}.get(Path(name).suffix, []):
+        pytest.importorskip(module)
+    path = tmp_path / name
+    kUnreadable.get(name, lambda path: None)(path)
+    monkeypatch.setattr("sys.argv", ["import_deepmd", str(path), str(tmp_path / "model.npz")])
+    with pytest.raises(SystemExit) as exit:
+        import_deepmd.main()
+    assert exit.value.code == 1
+    printed = capsys.readouterr().err
+    assert re.match(f"import_deepmd: .*{name}", printed)
+    assert printed.count("\n") == 1
+
+
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    for name in ("absent/model.npz", "model.xyz"):
+        words = ["import_deepmd", str(FILES / "pairs.pth"), str(tmp_path / name)]
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit):
+            import_deepmd.main()
+        assert re.match(f"import_deepmd: .*{tmp_path}", capsys.readouterr().err)

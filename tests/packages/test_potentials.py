@@ -204,6 +204,13 @@ def test_a_file_without_the_entry_of_a_triple_is_refused(tmp_path):
         StillingerWeber(path)
 
 
+@pytest.mark.parametrize("word", ["2_1", "nan", "inf", "Si"])
+def test_a_word_that_is_no_number_is_refused(word):
+    others = "2.0951 1.80 21.0 1.20 -0.333333333333 7.049556277 0.6022245584 4.0 0.0 0.0"
+    with pytest.raises(ValueError, match=f"a number in the entry of Si Si Si, got {word}"):
+        read(f"Si Si Si {word} {others}")
+
+
 def test_a_file_that_is_cut_off_is_refused():
     with pytest.raises(
         ValueError, match=r"expected entries of 3 elements and 11 numbers, got 13 words"
@@ -297,6 +304,12 @@ def test_wrong_arguments_of_save_load_and_a_model_are_refused(tmp_path):
         match="expected a model that save.. wrote, got .*checkpoint.pt, perhaps a checkpoint",
     ):
         load(tmp_path / "checkpoint.pt")
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "foreign.pt")
+    (tmp_path / "text.pt2").write_text("text")
+    for name in ("foreign.pt", "text.pt2", "absent.pt", "absent.pt2"):
+        message = f"expected a model that save.. wrote, got .*{name}"
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / name)
 
     class Uncut(LennardJones):
         def atom_energies(self, types, list_neigh, Ri):

@@ -16,8 +16,9 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
 import make_frames  # noqa: E402
+from ase import Atoms  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
-from calcops.train.datasets import frames_of  # noqa: E402
+from calcops.train.datasets import frames_of, relabel, set_labels  # noqa: E402
 from calcops.train.deep_potential import DeepPotential  # noqa: E402
 from calcops.train.muon import Muon, orthogonal  # noqa: E402
 from calcops.train.neighbours import neighbours, pair_vectors  # noqa: E402
@@ -228,3 +229,34 @@ def test_the_whole_example_reaches_what_its_readme_says(tmp_path):
     assert abs(float(re.search(r"drift ([-+\d.]+)", printed)[1])) <= 0.1
     printed = python(SCRIPTS / "step_time.py", tmp_path, "--repeats", "5")
     assert float(re.findall(r"apart by (\S+)", printed)[-1]) <= 1e-9
+
+
+def test_statistics_count_pairs_across_periodic_directions_only():
+    frame = {
+        "types": torch.tensor([[0, 0]]),
+        "positions": torch.tensor([[[0.5, 0, 0], [8.5, 0, 0]]], dtype=torch.float64),
+        "cells": 10 * torch.eye(3, dtype=torch.float64)[None],
+    }
+    for pbc, count in (([True, True, True], 2), ([False, True, True], 0)):
+        pairs = Pairs(frame | {"pbc": torch.tensor([pbc])}, ["a frame"], 1, 4.0, 2.0)
+        assert pairs.counts.item() == count
+        assert pairs.shortest.item() == pytest.approx(2.0 if count else 4.0)
+
+
+def test_a_frame_whose_pairs_cannot_be_found_is_named():
+    frame = {
+        "types": torch.tensor([[0, 0]]),
+        "positions": torch.tensor([[[0, 0, 0], [1e6, 0, 0]]], dtype=torch.float64),
+        "cells": torch.zeros(1, 3, 3, dtype=torch.float64),
+        "pbc": torch.zeros(1, 3, dtype=torch.bool),
+    }
+    with pytest.raises(ValueError, match="expected a system of fewer than .*: far.xyz, frame 0"):
+        Pairs(frame, ["far.xyz, frame 0"], 1, 4.0, 2.0)
+
+
+def test_a_named_virial_replaces_the_stress_also_where_it_is_absent():
+    for info in ({"my_virial": np.eye(3)}, {}):
+        image = Atoms("Ar", cell=[5, 5, 5], pbc=True, info=dict(info))
+        set_labels(image, {"energy": 0.0, "stress": np.ones(6)})
+        relabel(image, {"virial": "my_virial"})
+        assert set(image.calc.results) == {"energy"} | ({"virial"} if info else set())
