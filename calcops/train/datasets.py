@@ -3,50 +3,36 @@
     images = read(["water.extxyz", "deepmd/data"], {"energy": "dft_energy"})
     frames = frames_of(images, ["H", "O"])
 
-Units are ASE's: eV, A, and for stress eV/A^3, positive under tension. A virial is in eV, and equals
--stress * volume.
-
-Two kinds of labels are completed or dropped, as programs and published sets write them. The force
-on the atom of a frame of one atom is zero, if it is absent. A stress of exactly zero, as of a
-cluster, counts as not computed.
+labels.py has the names and the units of the labels.
 """
 
 import io
 import os
 import re
-from itertools import chain
 from pathlib import Path
 
 import ase.io
 import numpy as np
 import torch
 from ase import Atoms
-from ase.calculators.singlepoint import SinglePointCalculator
-from ase.constraints import FixAtoms, FixCartesian
 from ase.data import atomic_numbers
 from ase.db import connect
 from ase.io.extxyz import key_val_str_to_dict
 from ase.io.formats import UnknownFileTypeError, filetype, open_with_compression
-from ase.stress import voigt_6_to_full_3x3_stress
-
-# The labels, by their names in files: in lower case, without the REF_ of MACE.
-kLabels = {
-    "energy": "energy",
-    "force": "forces",
-    "forces": "forces",
-    "stress": "stress",
-    "virial": "virial",
-    "virials": "virial",
-}
-
-# The columns of frames["weights"], by the label before _weight. A bare weight is of all labels.
-kColumnsOf = {"energy": (0,), "forces": (1,), "stress": (2,), "virial": (2,)}
-kAllColumns = (0, 1, 2)
+from calcops.train.labels import (
+    kLabels,
+    labels_of,
+    names_of,
+    numbers_of,
+    relabel,
+    set_labels,
+    weights_of,
+)
 
 # What an extended xyz file calls the cell and the columns of the atoms, by names in lower case.
 # ASE changes names of species: CA, a carbon atom of proteins, to Ca. Under another name of the
 # column it does not.
-kStructure = {"lattice": "Lattice", "pbc": "pbc", "properties": "Properties"}
+kStructure = {"lattice": "Lattice", "pbc": "pbc", "periodic": "pbc", "properties": "Properties"}
 kSpecies = "names of species"
 kColumns = {
     "species": kSpecies,
@@ -57,27 +43,37 @@ kColumns = {
     "numbers": "Z",
 }
 
+kXyzName = re.compile(r"\.(ext)?xyz(\.gz|\.bz2|\.xz)?$", re.IGNORECASE)
+
+# The second line of a frame: what stands between delimiters or behind a backslash, and a name with
+# its value. A value with one of the last names has swallowed it.
+kQuoted = re.compile(r"""\\.|"(\\.|[^"\\])*"|'(\\.|[^'\\])*'|\{(\\.|[^}\\])*\}|\[(\\.|[^]\\])*\]""")
+kPair = re.compile(r"([^\s=]+)((?:\s*=\s*[^\s=]*)*)")
+kSwallowed = re.compile(r"(lattice|pbc|properties|energy|virial|stress|weight)\s*=", re.IGNORECASE)
+
 # Python reads 1_0 as 10. With this character in place of _, it is no number.
 kJoint = "\u203f"
 
-# Arrays of DeePMD-kit that change the model or the loss.
+# Arrays of DeePMD-kit that change the model or the loss, and words of labels under other names.
 kRefused = ("spin", "fparam", "aparam", "atom_pref", "numb_copy")
-
-# Largest difference between the virial and -stress * volume in eV/atom, as in GPUMD.
-kVirialTolerance = 1e-3
+kRefused += ("energy", "force", "virial", "stress", "weight", "cell", "box")
 
 
-def read(paths, keys=None):
+def read(paths, keys=None, has_all_keys=True):
     """Return the frames [Atoms] of files and folders, in their order.
 
     Args:
         paths: files that ASE reads, and folders of DeePMD-kit.
         keys: the names in the files of the labels energy, forces, stress and virial, where they are
-            not those of kLabels.
+            not those of kLabels, in any case. The name none is that of no label.
+        has_all_keys: False if the frames may lack a name of `keys`.
 
     Raises:
-        ValueError: a path does not exist, cannot be read or has no frames, or a label is ambiguous.
+        ValueError: a path does not exist, cannot be read or has no frames, a label is ambiguous, or
+            no frame has a name of `keys`.
     """
+    keys = keys or {}
+    names = set()
     all_images = []
     for path in map(Path, paths):
         if not path.exists():
@@ -87,14 +83,21 @@ def read(paths, keys=None):
         except UnknownFileTypeError:
             raise ValueError(f"expected a file of a format of ASE, got {path}") from None
         except Exception as error:  # of ASE's many formats
-            reason = restored(str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
             raise ValueError(f"cannot read {path}: {reason}") from None
         if not images:
             raise ValueError(f"expected frames, got none in {path}")
         for number, image in enumerate(images):
+            names |= {name.lower() for name in names_of(image)}
             image.info["source"] = f"{path}, frame {number}"
-            relabel(image, keys or {})
+            relabel(image, keys)
         all_images += images
+    for label, name in keys.items():
+        if kLabels.get(name.lower(), label) != label:
+            raise ValueError(f"expected a name of the {label}, got {name}")
+        if has_all_keys and name.lower() not in names | {"none"}:
+            others = ", ".join(sorted(names))
+            raise ValueError(f"expected {name}, the name of the {label}, in a frame, got {others}")
     return all_images
 
 
@@ -103,11 +106,12 @@ def read_file(path):
 
     Those of ASE's databases have the data and the key-value pairs of their row as their info.
     """
-    kind = filetype(str(path))
+    # ASE reads OUTCAR.xyz as an OUTCAR.
+    kind = "extxyz" if kXyzName.search(path.name) else filetype(str(path))
     if kind == "extxyz":
         return read_extxyz(path)
     if kind not in ("db", "json"):
-        return ase.io.read(path, ":")
+        return ase.io.read(path, ":", do_not_split_by_at_sign=True)
     images = []
     for row in connect(str(path), serial=True).select():
         image = row.toatoms()
@@ -120,124 +124,96 @@ def read_extxyz(path):
     """Return the frames of an extended xyz file, such as GPUMD's train.xyz.
 
     Raises:
-        ValueError: a number, the cell, the periodicity or a chemical symbol is wrong.
+        ValueError: a frame cannot be read.
     """
+    images = []
     with open_with_compression(path) as file:
-        text = re.sub(r"_(?<=\d_)(?=\d)", kJoint, file.read())
-    images = ase.io.read(io.StringIO(text), ":", format="extxyz", properties_parser=comment_of)
-    for image in images:
-        image.info = {restored(name): restored(value) for name, value in image.info.items()}
-        if kSpecies in image.arrays:
-            symbols = image.arrays.pop(kSpecies)
-            unknown = sorted(set(symbols) - atomic_numbers.keys())
-            if unknown:
-                raise ValueError(f"expected chemical symbols, got {', '.join(unknown)}")
-            image.symbols = symbols
+        for line in file:
+            count = line.removeprefix("\ufeff").strip()
+            try:
+                if count:  # ASE ends the file at a blank line
+                    images.append(read_frame(count, file))
+            except Exception as error:  # of ASE, too
+                reason = str(error).replace(kJoint, "_")
+                raise ValueError(f"frame {len(images)}: {reason}") from None
     return images
 
 
-def restored(value):
-    """Return a text with its _, or a value that is no text."""
-    return value.replace(kJoint, "_") if isinstance(value, str) else value
+def read_frame(count, lines):
+    """Return a frame of an extended xyz file from its first line and an iterator of the others.
+
+    Raises:
+        ValueError: the number of atoms, the second line, a number or a chemical symbol is wrong.
+    """
+    if not count.isdecimal():
+        raise ValueError(f"expected a number of atoms, got {count:.60}")
+    structure, info = comment_of(next(lines, "").strip())
+    atoms = "".join(next(lines, "") for _ in range(int(count)))
+    atoms = re.sub(r"(?<=\d)_(?=\d)", kJoint, atoms)
+    text = io.StringIO(f"{count}\nstructure\n{atoms}")
+    image = ase.io.read(text, format="extxyz", properties_parser=lambda _: structure)
+    image.info = info
+    if kSpecies in image.arrays:
+        symbols = image.arrays.pop(kSpecies)
+        unknown = sorted(set(symbols) - atomic_numbers.keys())
+        if unknown:
+            raise ValueError(f"expected chemical symbols, got {', '.join(unknown)}")
+        image.symbols = symbols
+    return image
 
 
 def comment_of(line):
-    """Return the dict of a frame's second line. ASE's names of the structure may have any case.
+    """Return cell, pbc and columns in a frame's second line, by ASE's names, and the other values.
 
     Raises:
-        ValueError: the cell, the periodicity or the columns are wrong.
+        ValueError: the cell, the periodicity or the columns are wrong, or a name is ambiguous.
     """
-    values = key_val_str_to_dict(line)
-    comment = {kStructure.get(name.lower(), name): value for name, value in values.items()}
-    if len(comment) < len(values):
-        raise ValueError(f"expected one cell, pbc and Properties, got {', '.join(values)}")
-    if "Lattice" in comment:
-        lattice = numbers_of("Lattice", comment["Lattice"])
+    comment = pairs_of(line)
+    structure = {name: comment.pop(name) for name in {*kStructure.values()} & comment.keys()}
+    if "Lattice" in structure:
+        lattice = numbers_of("Lattice", structure["Lattice"])
         if lattice.size != 9:
             raise ValueError(f"expected a Lattice of 9 numbers, got {lattice.size}")
-        comment["Lattice"] = lattice.reshape(3, 3, order="F")
-    periods = np.asarray(comment.get("pbc", True))
-    if periods.shape not in ((), (3,)) or periods.dtype.kind not in "bi":
-        raise ValueError(f"expected a pbc of three T or F, got {comment['pbc']}")
-    columns = str(comment.get("Properties", "species:S:1:pos:R:3")).split(":")
+        structure["Lattice"] = lattice.reshape(3, 3, order="F")
+    elif {"a", "b", "c"} <= comment.keys():
+        raise ValueError("expected a Lattice, got a, b and c")
+    periods = np.asarray(structure.get("pbc", True))
+    if periods.shape not in ((), (3,)) or not {*periods.ravel().tolist()} <= {False, True}:
+        raise ValueError(f"expected a pbc of three T or F, got {structure['pbc']}")
+    columns = str(structure.get("Properties", "species:S:1:pos:R:3")).split(":")
     columns[::3] = [kColumns.get(name.lower(), name) for name in columns[::3]]
     columns[1::3] = [kind.upper() for kind in columns[1::3]]
     if "pos" not in columns or not {kSpecies, "Z"} & set(columns):
-        raise ValueError(f"expected species and pos in Properties, got {comment['Properties']}")
-    return comment | {"Properties": ":".join(columns)}
+        raise ValueError(f"expected species and pos in Properties, got {structure['Properties']}")
+    return structure | {"Properties": ":".join(columns)}, comment
 
 
-def relabel(image, keys):
-    """Give a frame its labels under ASE's names, with a calculator that holds them.
-
-    Args:
-        image: the frame.
-        keys: the names of labels: {"forces": "dft_forces"}. A frame without such a name has no
-            such label. With a name of the stress or the virial, the other one is not read.
+def pairs_of(line):
+    """Return the values in a frame's second line by their names.
 
     Raises:
-        ValueError: a label or a cell has several values, or only names that are not read.
+        ValueError: a delimiter is not closed, a value has swallowed others, or a name has several.
     """
-    results = dict(image.calc.results) if image.calc else {}
-    chosen = set(keys)
-    if chosen & {"stress", "virial"}:
-        chosen |= {"stress", "virial"}
-    labels = {name: value for name, value in results.items() if name not in kLabels}
+    bare = kQuoted.sub(lambda match: "x" * len(match[0]), line)
+    lone = re.search(r"""["'{[]""", bare)
+    if lone:
+        text = line[lone.start() :]
+        raise ValueError(f"expected an end of {text:.60}; a lone {lone[0]} is written \\{lone[0]}")
+    comment = {}
     names = {}
-    for name, value in chain(results.items(), image.info.items(), image.arrays.items()):
-        label = kLabels.get(name.lower().removeprefix("ref_"))
-        if label is None or label in chosen or value is None:
-            continue
-        if label in names and not is_same(labels[label], value):
-            raise ValueError(
-                f"expected one value of {label}, got those of {names[label]} and {name} "
-                f"in {source_of(image)}; --{label}-key names the right one"
-            )
-        labels[label] = value
-        names[label] = name
-    stored = {**results, **image.info, **image.arrays}
-    labels |= {label: stored[name] for label, name in keys.items() if name in stored}
-    set_labels(image, labels)
-    is_complete = {"energy", "forces"} <= labels.keys()  # else other_names lists the names
-    if is_complete and not {"stress", "virial"} & (labels.keys() | chosen):
-        advice = "--stress-key or --virial-key names it, or a name that no frame has"
-        refuse_unread(image, "stress", ("stress", "virial"), advice)
-    if not image.cell.any():
-        refuse_unread(image, "cell", ("lattice", "cell", "box"), "its name is Lattice")
-
-
-def source_of(image):
-    """Return the file and the number of a frame, for messages."""
-    return image.info.get("source", "a frame")
-
-
-def is_same(first, second):
-    """Return True if two values of a label are the same numbers, but for rounding."""
-    first, second = np.ravel(first), np.ravel(second)
-    is_numeric = first.dtype.kind in "iuf" and second.dtype.kind in "iuf"
-    if not is_numeric or first.shape != second.shape:
-        return False
-    return np.allclose(first, second, rtol=1e-8, atol=1e-6)
-
-
-def refuse_unread(image, label, words, advice):
-    """Raise ValueError if a name in a frame without a label has one of the words."""
-    names = [name for name in (*image.info, *image.arrays) if "weight" not in name.lower()]
-    likely = sorted(name for name in names if any(word in name.lower() for word in words))
-    if likely:
-        raise ValueError(
-            f"expected the {label} under a name that is read, got {', '.join(likely)} "
-            f"in {source_of(image)}; {advice}"
-        )
-
-
-def set_labels(image, labels):
-    """Give a frame a calculator that holds these labels.
-
-    Its results are a plain dict, since ASE's own calculators take no virial.
-    """
-    image.calc = SinglePointCalculator(image)
-    image.calc.results = labels
+    for pair in kPair.finditer(bare):
+        name, text = (line[slice(*pair.span(group))] for group in (1, 2))
+        if kSwallowed.search(text):
+            words = "which has others; quotes that are no delimiters need a backslash"
+            raise ValueError(f"expected one value, got {name}{text:.60}, {words}")
+        value = key_val_str_to_dict(f"value{text}")["value"]
+        if isinstance(value, (np.generic, np.ndarray)) and re.search(r"\d_\d", text):
+            value = text.strip(" =\"'")  # Python reads 1_0 as 10
+        name = kStructure.get(name.lower(), name)
+        first = comment.setdefault(names.setdefault(name.lower(), name), value)
+        if first is not value and not np.array_equal(first, value):
+            raise ValueError(f"expected one value of {name}, got {first} and {value}")
+    return comment
 
 
 def read_folder(path):
@@ -312,11 +288,11 @@ def check_arrays(arrays, natoms, is_periodic, folder):
     for name in ("coord", "box") if is_periodic else ("coord",):
         if name not in arrays:
             raise ValueError(f"expected {folder}/{name}.npy, got none")
-    for name in kRefused:
-        if name in arrays:
-            raise ValueError(f"expected no {name}, which this training cannot use, in {folder}")
     columns = {"real_atom_types": natoms, "energy": 1, "box": 9, "virial": 9}
     columns |= {"coord": 3 * natoms, "force": 3 * natoms}
+    for name in sorted(arrays.keys() - columns.keys()):
+        if any(word in name.lower() for word in kRefused):
+            raise ValueError(f"expected no {name}, which this training cannot use, in {folder}")
     count = len(arrays["coord"])
     for name in columns.keys() & arrays.keys():
         shape = arrays[name].shape
@@ -355,186 +331,15 @@ def is_lone_atom(image):
     return len(image) == 1 and (is_named or not image.pbc.any())
 
 
-def labels_of(image):
-    """Return energy, forces [n, 3] and virial [3, 3] of a frame; NaN for an absent stress.
-
-    Raises:
-        ValueError: energy or forces are absent, a label is not a number, or the atoms or the cell
-            cannot be those of a frame.
-    """
-    results = dict(image.calc.results) if image.calc else {}
-    source = source_of(image)
-    check_structure(image, source)
-    if len(image) == 1:
-        results.setdefault("forces", np.zeros((1, 3)))
-    for name in ("energy", "forces"):
-        if name not in results:
-            raise ValueError(
-                f"expected energies and forces, got none of {name} in {source}{other_names(image)}"
-            )
-    energy = numbers_of("energy", results["energy"], source)
-    if energy.size != 1:
-        raise ValueError(f"expected an energy, got {energy.size} numbers in {source}")
-    forces = numbers_of("forces", results["forces"], source)
-    if forces.shape != (len(image), 3):
-        raise ValueError(f"expected forces [{len(image)}, 3], got {list(forces.shape)} in {source}")
-    check_fixed(image, forces, source)
-    virial = virial_of(image, results, source)
-    check_finite(source, energy, forces, 0.0 if virial is None else virial)
-    return energy.item(), forces, np.full((3, 3), np.nan) if virial is None else virial
-
-
-def check_structure(image, source):
-    """Raise ValueError if there is no atom, no element or place of it, or no periodic cell."""
-    if len(image) == 0:
-        raise ValueError(f"expected atoms, got none in {source}")
-    if not image.numbers.all():
-        raise ValueError(f"expected elements, got X in {source}")
-    check_finite(source, image.positions, image.cell.array)
-    periods = image.cell.array[image.pbc]
-    if len(periods) and np.linalg.matrix_rank(periods) < len(periods):
-        raise ValueError(
-            "expected independent cell vectors in periodic directions, "
-            f"got {periods.tolist()} in {source}"
-        )
-
-
-def check_finite(source, *arrays):
-    """Raise ValueError if a number in the arrays is NaN or infinite."""
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise ValueError(f"expected numbers, got NaN or infinity in {source}")
-
-
-def check_fixed(image, forces, source):
-    """Raise ValueError if all forces on fixed atoms are 0, as ASE's `get_forces` returns them."""
-    free = np.ones_like(forces)
-    for constraint in image.constraints:
-        if isinstance(constraint, (FixAtoms, FixCartesian)):
-            constraint.adjust_forces(image, free)
-    is_fixed = free == 0
-    if is_fixed.any() and forces.any() and not forces[is_fixed].any():
-        raise ValueError(
-            f"expected the forces on fixed atoms, got zeros in {source}; in ASE, "
-            "get_forces(apply_constraint=False) returns them"
-        )
-
-
-def numbers_of(name, value, source="the second line of a frame"):
-    """Return the numbers of a value as float64.
-
-    Raises:
-        ValueError: they are text, truth values or nothing.
-    """
-    numbers = np.array(value)
-    if numbers.dtype.kind not in "iuf":
-        words = restored(" ".join(str(value).split()))
-        raise ValueError(f"expected numbers of {name}, got {words:.60} in {source}")
-    return numbers.astype(float)
-
-
-def virial_of(image, results, source):
-    """Return the virial [3, 3] of a frame; None if it has no label of virial or stress.
-
-    Raises:
-        ValueError: a label has another number of components, or the two labels differ.
-    """
-    tensors = {}
-    for name, sizes in (("virial", (9,)), ("stress", (6, 9))):
-        if name not in results:
-            continue
-        label = numbers_of(name, results[name], source)
-        if label.size not in sizes:
-            words = " or ".join(map(str, sizes))
-            raise ValueError(f"expected a {name} of {words} numbers, got {label.size} in {source}")
-        if label.any():
-            full = voigt_6_to_full_3x3_stress(label.ravel()) if label.size == 6 else label
-            tensors[name] = full.reshape(3, 3)
-    if "stress" not in tensors:
-        return tensors.get("virial")
-    if image.cell.rank < 3:
-        raise ValueError(f"expected a cell with a volume for the stress, got none in {source}")
-    virial = -tensors["stress"] * image.get_volume()
-    difference = np.abs(tensors.get("virial", virial) - virial).max() / len(image)
-    if not difference <= kVirialTolerance:
-        raise ValueError(
-            f"expected a virial of -stress * volume, got {difference:.3g} eV/atom beside it "
-            f"in {source}; --stress-key or --virial-key names the right one"
-        )
-    return tensors.get("virial", virial)
-
-
-def has_zero_stress(image):
-    """Return True if a frame has a stress or virial of exactly 0, which counts as no label."""
-    results = image.calc.results if image.calc else {}
-    labels = [np.asarray(results[name]) for name in ("virial", "stress") if name in results]
-    return bool(labels) and not any(label.any() for label in labels)
-
-
-def weights_of(image):
-    """Return the weights [3] of a frame's squared errors of energy, force and virial.
-
-    They are 1, times the number under `weight` in all three, and times those under energy_weight,
-    forces_weight and stress_weight or virial_weight, all with or without MACE's config_.
-
-    Raises:
-        ValueError: a name of a weight has another form, or its value is negative or no number.
-    """
-    source = source_of(image)
-    given = {}
-    for name in weight_names(image):
-        label = name.lower().removeprefix("config_").removesuffix("weight").removesuffix("_")
-        columns = kColumnsOf.get(kLabels.get(label)) if label else kAllColumns
-        if columns is None:
-            raise ValueError(
-                "expected weights of the name weight, energy_weight, forces_weight or "
-                f"stress_weight, got {name} in {source}"
-            )
-        weight = numbers_of(name, (image.info | image.arrays)[name], source)
-        if weight.size != 1 or not 0 <= weight < np.inf:
-            words = " ".join(str(weight).split())
-            raise ValueError(f"expected a number from 0 on, got {name} {words:.60} in {source}")
-        if given.setdefault(columns, weight) != weight:
-            names = ", ".join(weight_names(image))
-            raise ValueError(f"expected one weight of each label, got {names} in {source}")
-    weights = np.ones(3)
-    for columns, weight in given.items():
-        weights[list(columns)] *= weight
-    return weights
-
-
-def weight_names(image):
-    """Return the names in a frame that are those of weights."""
-    return sorted(name for name in {*image.info, *image.arrays} if "weight" in name.lower())
-
-
-def weights_in_words(images):
-    """Return the range of the weights of frames and their names; "" if there are none."""
-    names = sorted({name for image in images for name in weight_names(image)})
-    if not names:
-        return ""
-    weights = np.array([weights_of(image) for image in images])
-    return f"{weights.min():g} to {weights.max():g} ({', '.join(names)})"
-
-
-def other_names(image):
-    """Return the end of a sentence that lists what else a frame has: names for --energy-key."""
-    usual = {"source", "numbers", "positions"}
-    results = image.calc.results if image.calc else {}
-    names = sorted({*image.info, *image.arrays, *results} - usual - kLabels.keys())
-    if not names:
-        return ""
-    return f", which has {', '.join(names)}; --energy-key and --forces-key name the labels"
-
-
 def frames_of(images, type_names):
     """Return the dict of frames that trainer.Data takes, padded to the largest one.
 
     types [F, n] int64, -1 where there is no atom; positions and force [F, n, 3]; cells and virial
     [F, 3, 3]; pbc [F, 3]; energy [F]; weights [F, 3] of energy, force and virial. The virial of a
-    frame without stress is NaN.
+    frame without stress is NaN, and so is a label whose weight is 0.
 
     Raises:
-        ValueError: an element is not one of `type_names`, or a label is wrong.
+        ValueError: an element is not one of `type_names`, a label is wrong, or all weights are 0.
     """
     n = max(map(len, images))
     frames = {
@@ -554,7 +359,8 @@ def frames_of(images, type_names):
             raise ValueError(
                 f"expected {', '.join(type_names)}, got {', '.join(unknown)} in {source}"
             )
-        energy, forces, virial = labels_of(image)
+        weights = weights_of(image)
+        energy, forces, virial = labels_of(image, weights)
         count = len(image)
         types = [type_names.index(symbol) for symbol in image.symbols]
         frames["types"][b, :count] = torch.tensor(types)
@@ -564,5 +370,7 @@ def frames_of(images, type_names):
         frames["virial"][b] = torch.from_numpy(virial)
         frames["pbc"][b] = torch.from_numpy(image.pbc)
         frames["energy"][b] = energy
-        frames["weights"][b] = torch.from_numpy(weights_of(image))
+        frames["weights"][b] = torch.from_numpy(weights)
+    if not frames["weights"].any():
+        raise ValueError("expected a weight above 0, got 0 in all frames")
     return frames
