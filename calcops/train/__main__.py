@@ -10,10 +10,10 @@ Frames are folders of DeePMD-kit, or files that ASE reads. Such files have energ
 The results in --folder, `trained/water` for water.extxyz, are
 
     checkpoint.pt   the last state     log.csv      errors every --every steps
-    model.npz       the best model     loss.png     errors of the training batches
+    model.npz       the model          loss.png     errors of the training batches
     model.pt2       its package        parity.png   predictions over labels: --test, or held out
 
-The best model of --model nep is nep.txt, which GPUMD and NEP_CPU read, too.
+The model of --model nep is nep.txt, which GPUMD and NEP_CPU read, too.
 
 settings.toml has the options below as keys, with _ for -. Options of the command take precedence.
 """
@@ -28,13 +28,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from calcops.nep.nep_file import check_limits
 from calcops.train import report
 from calcops.train.datasets import frames_of, is_lone_atom, read
 from calcops.train.deep_potential import DeepPotential
 from calcops.train.first_model import first_model, pairs_of
+from calcops.train.labels import weights_in_words
 from calcops.train.loop import Run, identity_of, locked, option
 from calcops.train.nep_parameters import TrainedNep
-from calcops.train.trainer import Data, Trainer, kRates
+from calcops.train.trainer import Data, Trainer, kBatch, kRates, kRatesOfStart
 from torch import distributed
 
 # The options of the model of a training without --start, by --model. Those that are None follow
@@ -120,8 +122,13 @@ def arguments():
 
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=int, default=40000)
-    add("--batch", type=int, default=1, help="frames a step, of all processes together")
-    add("--rates", type=float, nargs=2, default=kRates, help="at the first and the last step")
+    add("--batch", type=int, default=kBatch, help="the least number of atoms of a step's frames")
+    add(
+        "--rates",
+        type=float,
+        nargs=2,
+        help="at the first and the last step; default: 1e-2 0, with --start 1e-3 0",
+    )
     add(
         "--weights",
         type=float,
@@ -133,7 +140,6 @@ def arguments():
     add("--every", type=int, default=1000, help="steps between two checkpoints")
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each process")
-    add("--compile", action="store_true", help="torch.compile the step")
     add(
         "--tabulated",
         action="store_true",
@@ -155,6 +161,8 @@ def parse(words):
         parser.set_defaults(**settings_of(options.settings, parser))
         options = parser.parse_args(words)
     set_model(options)
+    if options.rates is None:
+        options.rates = kRatesOfStart if options.start else kRates
     check(options)
     if options.folder is None:
         frames = Path(options.frames[0]).resolve()
@@ -312,6 +320,7 @@ def check_nep(options):
         sizes = getattr(options, name)
         if len(sizes) != 2 or min(sizes) < 0:
             raise ValueError(f"expected {option(name)} of two numbers from 0 on, got {sizes}")
+    check_limits(options.neurons, options.n_max, options.basis_size)
     numbers = options.l_max
     if len(numbers) != 3 or not 1 <= numbers[0] <= 4:
         raise ValueError(f"expected --l-max from 1 to 4 and two flags, got {numbers}")
@@ -336,39 +345,50 @@ def read_sets(options):
     }
     keys = {label: name for label, name in names.items() if name}
     images = read(options.frames, keys)
-    test = read(options.test, keys)
+    test = read(options.test, keys, has_all_keys=False)
     if options.validate:
-        return images, read(options.validate, keys), test
-    count = max(1, round(options.held_out * len(images)))
-    if count >= len(images):
+        return images, read(options.validate, keys, has_all_keys=False), test
+    return *split(images, options.held_out, options.seed), test
+
+
+def split(images, share, seed):
+    """Return the frames to train on, and a share of the frames that is held out.
+
+    Frames are sorted by config_type and size, frequent kinds first, then by formula. With a share
+    of 0.1, each tenth is held out, from the fifth on. So every kind has its share, and the few
+    frames of the rarest kinds, at the end, are trained on, like lone atoms and the last frame of
+    an element.
+
+    Raises:
+        ValueError: one of both would be empty.
+    """
+
+    def kind(number):
+        return str(images[number].info.get("config_type", "")), len(images[number])
+
+    order = np.random.default_rng(seed).permutation(len(images)).tolist()
+    order = [number for number in order if not is_lone_atom(images[number])]
+    frequency = Counter(map(kind, order))
+    order.sort(key=lambda n: (-frequency[kind(n)], kind(n), images[n].get_chemical_formula()))
+    left = Counter(symbol for image in images for symbol in set(image.symbols))
+    count = max(1, int(share * len(order)))
+    due = 0.5 if share * len(order) >= 1 else 1.0
+    chosen = set()
+    for number in order:
+        due += share
+        elements = set(images[number].symbols)
+        is_due = due > 1 - 1e-9 and len(chosen) < count
+        if is_due and min(left[element] for element in elements) > 1:
+            due -= 1
+            chosen.add(number)
+            left.subtract(elements)
+    if not chosen or len(chosen) == len(images):
         raise ValueError(
             f"expected frames to train on and to hold out, got {len(images)} in all with "
-            f"--held-out {options.held_out:g}"
+            f"--held-out {share:g}"
         )
-    order = np.random.default_rng(options.seed).permutation(len(images))
-    train, held_out = split([images[i] for i in order], count)
-    return train, held_out, test
-
-
-def split(images, count):
-    """Return the frames to train on, and up to `count` frames that are held out.
-
-    The first frames are held out, except lone atoms and the last frame of an element.
-    """
-    left = Counter(symbol for image in images for symbol in set(image.symbols))
-    train = []
-    held_out = []
-    for image in images:
-        elements = set(image.symbols)
-        is_needed = is_lone_atom(image) or any(left[element] == 1 for element in elements)
-        if is_needed or len(held_out) == count:
-            train.append(image)
-        else:
-            held_out.append(image)
-            left.subtract(elements)
-    if not held_out:
-        raise ValueError("expected frames to hold out, got none that the training can spare")
-    return train, held_out
+    train = [image for number, image in enumerate(images) if number not in chosen]
+    return train, [images[number] for number in sorted(chosen)]
 
 
 def main(words=None):
@@ -377,10 +397,6 @@ def main(words=None):
     # torchrun sets both.
     rank = int(os.environ.get("RANK", 0))
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    if options.batch % processes:
-        raise ValueError(
-            f"expected a --batch that {processes} processes can share, got {options.batch}"
-        )
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
@@ -391,7 +407,7 @@ def main(words=None):
 
 
 def train(options, train_images, held_out_images, test_images, rank, processes):
-    """Train in the folder of the options, and write the best model.
+    """Train in the folder of the options, and write the model.
 
     Args:
         options: those of the command.
@@ -407,14 +423,7 @@ def train(options, train_images, held_out_images, test_images, rank, processes):
     data = Data(frames_of(train_images, model.type_names), model.to(options.device))
     held_out = Data(frames_of(held_out_images, model.type_names), model)
     trainer = Trainer(
-        model,
-        data,
-        options.steps,
-        options.seed,
-        options.batch,
-        options.compile,
-        options.rates,
-        options.weights,
+        model, data, options.steps, options.seed, options.batch, options.rates, options.weights
     )
     trainer.identity = identity_of(data, held_out, options)
 
@@ -423,6 +432,9 @@ def train(options, train_images, held_out_images, test_images, rank, processes):
     if rank == 0:
         report.print_frames(train_images, data.frames["virial"], len(held_out), model, pairs)
         print(f"weights of the loss: {' '.join(f'{weight:.3g}' for weight in trainer.weights)}")
+        weights = weights_in_words(train_images)
+        if weights:
+            print(f"weights of frames: {weights}")
         report.print_overrun(model, pairs)
         report.print_overrun(model, pairs_of(held_out_images + test_images, model))
     run.train(is_first=rank == 0)

@@ -118,8 +118,9 @@ class DeepPotential(torch.nn.Module):
         )
         return model
 
-    file_name = "model.npz"  # of the best model of a training
+    file_name = "model.npz"  # of the model of a training
     shares = {}  # of Muon's rate, for parts of the model
+    decay = 0.0  # of the other matrices, by Muon
 
     @property
     def most_neighbours(self):

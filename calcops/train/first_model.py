@@ -6,7 +6,7 @@ from calcops.train.datasets import elements_of, frames_of
 from calcops.train.deep_potential import DeepPotential, load_npz
 from calcops.train.nep_parameters import TrainedNep, new_nep
 from calcops.train.pairs import Pairs
-from calcops.train.trainer import Data
+from calcops.train.trainer import Data, Squares
 from calcops.train.weights import initial, standardise
 
 kMargin = 1.5  # of sel, in units of the largest number of neighbours in the frames
@@ -105,14 +105,15 @@ def load_start(path):
         raise ValueError(f"expected a model, got {path}")
     if path.suffix == ".npz":
         try:
-            return load_npz(path)
+            model = load_npz(path)
         except (KeyError, OSError, ValueError) as error:
             raise ValueError(
                 f"expected the weights of a Deep Potential, got {path}: {error}"
             ) from None
-    from calcops.deepmd.import_deepmd import load
+    else:
+        from calcops.deepmd.import_deepmd import load
 
-    model = load(path)
+        model = load(path)
     model.set_tables()  # those of a file cannot be trained
     return model
 
@@ -120,10 +121,10 @@ def load_start(path):
 @torch.no_grad()
 def shift_energies(model, data):
     """Shift each type's energy, so that the model's energies come nearest to the frames'."""
+    squares = Squares(model)
     differences = []
-    for b in range(len(data)):
-        types, *environment, energy, _, _ = data[b : b + 1]
+    for numbers in data.parts():
         with torch.enable_grad():
-            predicted = model.evaluate(types, *environment, 0, False)[0]
-        differences.append(energy - predicted)
+            (_, error), *_ = squares.differences(*data[numbers])
+        differences.append(-error.cpu() * data.natoms[numbers])
     model.shift(data.frames["types"], torch.cat(differences))

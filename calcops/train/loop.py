@@ -1,4 +1,4 @@
-"""A training in a folder: its checkpoints, its log, its best model, and what it prints."""
+"""A training in a folder: its checkpoints, its log, its model, and what it prints."""
 
 import csv
 import fcntl
@@ -10,13 +10,12 @@ import time
 from contextlib import contextmanager, suppress
 
 import numpy as np
-import torch
 from calcops.potentials.package import save
 from calcops.train import report
 from calcops.train.datasets import frames_of
 from calcops.train.deep_potential import quick_form
 from calcops.train.plots import plot_loss, plot_parity
-from calcops.train.trainer import Data, MeanSquares
+from calcops.train.trainer import Data, Squares, clipped, errors_of, mean_without_nan, squares_of
 from tqdm import tqdm
 
 kColumns = "step rate energy force virial held_out_energy held_out_force held_out_virial".split()
@@ -96,7 +95,7 @@ def identity_of(data, held_out, options):
             *(frames[key] for key in ("types", "positions", "cells", "pbc"))
         )
         identity[f"{prefix}labels"] = digest(
-            *(frames[key] for key in ("energy", "force", "virial"))
+            *(frames[key] for key in ("energy", "force", "virial", "weights"))
         )
     return identity
 
@@ -117,42 +116,6 @@ def digest(*parts):
     for part in parts:
         sha.update(part if isinstance(part, bytes) else part.numpy().tobytes())
     return sha.digest()
-
-
-def has_no_virial(data):
-    """Return True if no frame has a label of the virial."""
-    return bool(data.frames["virial"].isnan().any((1, 2)).all())
-
-
-class Squares:
-    """Squared errors of each frame, of which there are means over any part of them.
-
-    Args:
-        mean_squares: the trainer.MeanSquares of a model.
-        data: the frames, a trainer.Data.
-    """
-
-    def __init__(self, mean_squares, data):
-        squares = []
-        weights = []
-        for b in range(len(data)):
-            frame = data[b : b + 1]
-            natoms = (frame[0] >= 0).sum().item()
-            has_virial = not frame[-1].isnan().any()
-            squares.append(mean_squares(*frame, create_graph=False).double().cpu())
-            weights.append([1.0, natoms, has_virial])
-        self.squares = torch.stack(squares)
-        self.weights = torch.tensor(weights, dtype=torch.float64)
-
-    def errors(self, numbers=slice(None)):
-        """Return the errors of energy/atom (eV), force (eV/A) and virial/atom (eV).
-
-        Each frame counts once for energy and virial, and each atom once for the force. The error of
-        the virial is NaN if no frame has a label.
-        """
-        weights = self.weights[numbers]
-        sums = (self.squares[numbers] * weights).sum(0)
-        return (sums / weights.sum(0)).sqrt().tolist()
 
 
 def in_words(errors):
@@ -177,15 +140,13 @@ class Run:
         self.options = options
         self.folder = options.folder
         self.checkpoint = self.folder / "checkpoint.pt"
-        self.best = self.folder / trainer.model.file_name
-        self.least_loss = float("inf")
-        self.has_no_virial = has_no_virial(held_out)
+        self.model_file = self.folder / trainer.model.file_name
 
     def resume(self):
         """Continue from the folder's checkpoint, if there is one.
 
         Raises:
-            ValueError: it is damaged, or of another model, or its best model is gone.
+            ValueError: it is damaged, or of another model, or its model is gone.
         """
         if not self.checkpoint.exists():
             return
@@ -197,20 +158,21 @@ class Run:
                 f"cannot go on from {self.checkpoint}: {reason}; "
                 "take another --folder, or remove it"
             ) from None
-        for *_, energy, force, virial in self.trainer.records:
-            self.least_loss = min(self.least_loss, self.loss((energy, force, virial)))
-        best = self.best
-        if np.isfinite(self.least_loss) and not best.exists():
+        if np.isfinite(self.losses()).any() and not self.model_file.exists():
             raise ValueError(
-                f"expected {best}, the best model until now, beside {self.checkpoint}; "
+                f"expected {self.model_file}, the model until now, beside {self.checkpoint}; "
                 "take another --folder, or remove the checkpoint"
             )
 
-    def loss(self, errors):
-        """Return the loss of errors. A virial without labels counts as zero."""
-        energy, force, virial = errors
-        known = [energy, force, 0.0 if self.has_no_virial else virial]
-        return float(np.square(known) @ np.array(self.trainer.weights))
+    def losses(self):
+        """Return the losses of the records' errors."""
+        return [self.trainer.loss(row[-3:]) for row in self.trainer.records]
+
+    def is_better(self, loss):
+        """Return True if a loss is finite and, with --start, less than that of the start."""
+        losses = self.losses()
+        start = losses[0] if self.options.start and losses else np.inf
+        return np.isfinite(loss) and not loss >= start
 
     def train(self, is_first):
         """Train up to --steps. Ctrl-C writes a checkpoint, and ends.
@@ -225,6 +187,8 @@ class Run:
         if is_first and done > 0:
             what = "going on from" if done < last else "nothing to do:"
             print(f"{what} {self.checkpoint}, which has {done} of {last} steps")
+        if is_first and self.options.start and not trainer.records:
+            print(f"step      0, held out: {in_words(self.record(0))}")
         progress = tqdm(
             range(len(trainer.history), last),
             desc="training",
@@ -237,6 +201,11 @@ class Run:
                     start = time.perf_counter()
                     trainer.step()
                     seconds.append(time.perf_counter() - start)
+                    if is_first and step + 1 in trainer.divergences:
+                        progress.write(
+                            f"step {step + 1:6}, the loss grew beyond that at the start: "
+                            "going back to earlier weights, with half the rate"
+                        )
                     is_recorded = (step + 1) % self.options.every == 0 or step + 1 == last
                     if is_first and is_recorded:
                         errors = self.record(step + 1)
@@ -255,31 +224,29 @@ class Run:
         if is_first and (not trainer.records or trainer.records[-1][0] < done):
             # It was stopped at this step, and --steps is no larger now.
             print(f"step {done:6}, held out: {in_words(self.record(done))}")
-        if is_first and len(seconds) > 1:
-            # With --compile the first step compiles, so it does not count.
-            mean = 1e3 * sum(seconds[1:]) / (len(seconds) - 1)
+        if is_first and seconds:
+            mean = 1e3 * sum(seconds) / len(seconds)
             print(f"{sum(seconds):.0f} s, {mean:.2f} ms a step")
 
     def record(self, step):
-        """Write checkpoint, log and, if it is the best one, the model. Return its errors."""
-        errors = Squares(self.trainer.mean_squares, self.held_out).errors()
-        of_batches = np.array(self.trainer.history[-self.options.every :]).mean(0) ** 0.5
-        if has_no_virial(self.trainer.data):
-            of_batches[2] = np.nan
-        records = self.trainer.records
-        records.append([step, self.trainer.rate(step), *of_batches.tolist(), *errors])
+        """Write checkpoint, log and, unless --start is better, the model. Return its errors."""
+        trainer = self.trainer
+        batches = trainer.history[-self.options.every :] or trainer.first_batches()
+        of_batches = np.sqrt(mean_without_nan([row[:3] for row in batches]))
+        squares = squares_of(trainer.squares, self.held_out)
+        errors = errors_of(squares, self.held_out.counts)
+        if self.is_better(trainer.loss(errors)):
+            self.write_model()
+        trainer.records.append([step, trainer.rate(step), *map(float, of_batches), *errors])
         self.write_log()
-        if self.loss(errors) < self.least_loss:
-            self.least_loss = self.loss(errors)
-            self.write_best()
-        self.trainer.save(self.checkpoint)
+        trainer.save(self.checkpoint)
         return errors
 
-    def write_best(self):
-        """Write the best model. A process that is killed meanwhile leaves the old file."""
-        new = self.best.with_stem(f"new_{self.best.stem}")  # np.savez wants the suffix
+    def write_model(self):
+        """Write the model. A process that is killed meanwhile leaves the old file."""
+        new = self.model_file.with_stem(f"new_{self.model_file.stem}")  # np.savez wants the suffix
         self.trainer.model.write(new)
-        os.replace(new, self.best)
+        os.replace(new, self.model_file)
 
     def write_log(self):
         """Write log.csv."""
@@ -290,7 +257,7 @@ class Run:
                 writer.writerow([step, f"{rate:.3g}", *(f"{error:.6g}" for error in errors)])
 
     def finish(self, held_out, test):
-        """Write the package of the best model and the pictures, and print how to use them.
+        """Write the package of the model and the pictures, and print how to use them.
 
         Args:
             held_out: the frames held out [Atoms].
@@ -298,28 +265,33 @@ class Run:
                 out; empty: none.
 
         Raises:
-            ValueError: there is no best model, because all errors were NaN or infinite.
+            ValueError: there is no model, because all errors were NaN or infinite.
         """
         folder = self.folder
-        if not np.isfinite(self.least_loss):  # the file may be of another training
+        if not np.isfinite(self.losses()).any():  # the file may be of another training
             raise ValueError(
                 f"expected errors that are numbers, got {folder}/log.csv: smaller --rates"
             )
-        model = self.trainer.model.from_file(self.best)
+        model = self.trainer.model.from_file(self.model_file)
         self.write_log()  # it may have been removed since
-        plot_loss(folder / "loss.png", self.trainer.history)
+        history = self.trainer.history
+        plot_loss(folder / "loss.png", history, clipped(history))
         images = test or held_out
         data = Data(frames_of(images, model.type_names), model)
-        plot_parity(folder / "parity.png", model, data)
-        squares = Squares(MeanSquares(model), data)
-        print(f"{'test' if test else 'held-out'} frames: {in_words(squares.errors())}")
+        plot_parity(folder / "parity.png", Squares(model), data)
+        squares = squares_of(Squares(model), data)
+        errors = errors_of(squares, data.counts)
+        print(f"{'test' if test else 'held-out'} frames: {in_words(errors)}")
         for name, numbers in report.config_types(images).items():
-            print(f"  {name} ({len(numbers)}): {in_words(squares.errors(numbers))}")
+            errors = errors_of(squares[numbers], data.counts[numbers])
+            print(f"  {name} ({len(numbers)}): {in_words(errors)}")
+        if not any(map(self.is_better, self.losses())):
+            print("no record has smaller errors than --start, which stays the model")
         report.print_model(model)
         path = folder / "model.pt2"
         save(quick_form(model, self.options), path)
         print(
-            f"""{path} is the best model. In ASE:
+            f"""{path} is the package of the model. In ASE:
     from calcops.ase import CalcOps
     from calcops.potentials import load
     atoms.calc = CalcOps(load("{path}"))

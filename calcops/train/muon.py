@@ -47,13 +47,18 @@ def orthogonal(matrix):
 class Muon(torch.optim.Optimizer):
     """Steps of one length along all singular vectors of a gradient, with Nesterov's momentum.
 
+    A matrix whose gradient is exactly zero keeps its place and its momentum: no frame of the batch
+    has the element whose net it is.
+
     Args:
         parameters: matrices, or stacks of matrices [count, rows, columns].
         lr: the rate.
+        decay: the part of itself that a matrix loses in a step, in units of the rate. It bounds the
+            singular values to some 1/decay.
     """
 
-    def __init__(self, parameters, lr=1e-3):
-        super().__init__(parameters, {"lr": lr})
+    def __init__(self, parameters, lr=1e-3, decay=0.0):
+        super().__init__(parameters, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
     def step(self):
@@ -64,8 +69,11 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 momentum = state["momentum_buffer"]
-                momentum.lerp_(parameter.grad, 1 - kMomentum)
-                direction = orthogonal(parameter.grad.lerp(momentum, kMomentum))
+                gradient = parameter.grad
+                moves = gradient.flatten(-2).any(-1)[..., None, None].to(gradient)
+                momentum.lerp_(gradient, (1 - kMomentum) * moves)
                 rows, columns = parameter.shape[-2:]
-                scale = max(1, rows / columns) ** 0.5
-                parameter.add_(direction, alpha=-group["lr"] * scale)
+                length = group["lr"] * max(1, rows / columns) ** 0.5
+                direction = orthogonal(gradient.lerp(momentum, kMomentum))
+                parameter.mul_(1 - group["lr"] * group["decay"] * moves)
+                parameter.sub_(length * moves * direction)

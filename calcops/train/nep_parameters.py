@@ -28,6 +28,9 @@ kLeastDeviation = 1e-3  # of a number of the descriptor, in units of its root me
 kLeastInvariant = 1e-6
 kMoreNeighbours = 1.25  # GPUMD takes memory for so many more than in the frames
 kShareOfFunctions = 0.3  # of Muon's rate, since radial functions shift the whole descriptor
+# Of the nets' matrices, in units of the rate. It bounds how steep nets become. Without it, errors
+# are smaller in the frames to train on, and larger in others.
+kDecay = 0.3
 
 
 def new_nep(frames, pairs, type_names, options):
@@ -73,8 +76,9 @@ class TrainedNep(Nep):
             None: keep them.
     """
 
-    file_name = "nep.txt"  # of the best model of a training
+    file_name = "nep.txt"  # of the model of a training
     shares = {"_functions": kShareOfFunctions}  # of Muon's rate
+    decay = kDecay  # of the nets' matrices
 
     def __init__(self, file, frames, pairs, random=None):
         super().__init__(file)
@@ -150,10 +154,8 @@ class TrainedNep(Nep):
         nets = len(self.energies)
         if nets == 1:
             types = torch.where(types >= 0, 0, -1)
-        energies = least_energies(types, differences, nets)
-        energies[~torch.isin(torch.arange(nets), types)] = 0.0  # but for rounding errors
         with torch.no_grad():
-            self.energies += energies.to(self.energies)
+            self.energies += least_energies(types, differences, nets).to(self.energies)
 
     def atom_energies(self, types, kind, d):
         """Return the energies [n] of atoms; the arguments are those of Nep.atom_energies."""
@@ -252,8 +254,12 @@ def functions_like(c, random):
 
 
 def parameter_of(tensor):
-    """Return a parameter with the values of a tensor."""
-    return torch.nn.Parameter(tensor.detach().clone())
+    """Return a parameter with the values of a tensor.
+
+    Its memory is in order, since the fused Adam pairs the numbers of parameters and gradients by
+    their places in memory.
+    """
+    return torch.nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
 def rows_of_invariants(model):

@@ -2,56 +2,55 @@
 
 import numpy as np
 import torch
+from calcops.train.trainer import mean_without_nan
 from matplotlib.figure import Figure
 
 kUnits = {"energy": "eV/atom", "force": "eV/Å", "virial": "eV/atom"}
 
 
-def plot_loss(path, history):
-    """Draw the errors of the training batches.
+def plot_loss(path, history, is_clipped):
+    """Draw the errors of the training batches, and mark the steps whose gradient was clipped.
 
     Args:
         path: of the picture.
-        history: the mean squares [3] of each step. Each hundredth of the steps is a point.
+        history: of a trainer.Trainer. Each hundredth of the steps is a point of the curves.
+        is_clipped: for each step, whether its gradient was clipped.
     """
-    squares = np.array(history)
+    squares = np.array(history)[:, :3]
     width = max(1, len(squares) // 100)
-    blocks = squares[: len(squares) // width * width].reshape(-1, width, 3)
-    errors = blocks.mean(1) ** 0.5
-    steps = width * (np.arange(len(errors)) + 0.5)
+    count = len(squares) // width
+    blocks = np.split(squares[: count * width], count)
+    errors = np.array([mean_without_nan(block) for block in blocks]) ** 0.5
+    steps = width * (np.arange(count) + 0.5)
     names = [f"{name}, {unit}" for name, unit in kUnits.items()]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    is_labelled = errors.any(0)  # without labels, the errors of the virial are zero
-    for column in np.flatnonzero(is_labelled):
-        axes.semilogy(steps, errors[:, column], label=names[column])
+    for column in np.flatnonzero(np.isfinite(errors).any(0)):
+        axes.semilogy(steps, errors[:, column], label=names[column], zorder=3)
+    clipped = np.flatnonzero(is_clipped)
+    axes.semilogy(
+        clipped, squares[clipped, 1] ** 0.5, ".", markersize=2, color="gray", label="clipped steps"
+    )
     axes.set(xlabel="step", ylabel="RMSE of the training batches")
-    figure.legend(loc="outside upper center", ncols=3)  # where no curve is
+    figure.legend(loc="outside upper center", ncols=4)  # where no curve is
     figure.savefig(path, dpi=120)
 
 
-def plot_parity(path, model, data):
+def plot_parity(path, squares, data):
     """Draw predictions over labels of energy, force and, where there are labels, virial.
 
     Args:
         path: of the picture.
-        model: of first_model.
+        squares: a trainer.Squares of the model.
         data: the frames, a trainer.Data.
     """
-    types, *environment, energy, force, virial = data[:]
-    predicted = model.evaluate(types, *environment, 0, False)
-    predicted_energy, _, predicted_force, predicted_virial, _ = predicted
-    is_atom = types >= 0
-    natoms = is_atom.sum(-1)
-    pairs = [
-        (energy / natoms, predicted_energy / natoms),
-        (force[is_atom], predicted_force[is_atom]),
-    ]
-    has_virial = ~virial.isnan()
-    if has_virial.any():
-        per_atom = virial / natoms.view(-1, 1, 1)
-        predicted_per_atom = predicted_virial / natoms.view(-1, 1, 1)
-        pairs.append((per_atom[has_virial], predicted_per_atom[has_virial]))
+    parts = [squares.differences(*data[numbers]) for numbers in data.parts()]
+    pairs = []
+    for of_parts in zip(*parts):
+        label, error = (torch.cat(tensors).flatten().cpu() for tensors in zip(*of_parts))
+        is_labelled = ~label.isnan()
+        if is_labelled.any():
+            pairs.append((label[is_labelled], (label + error)[is_labelled]))
     figure = Figure(figsize=(12, 4.3), layout="constrained")
     columns = figure.subplots(1, len(pairs))
     for axes, (name, unit), (label, prediction) in zip(columns, kUnits.items(), pairs):

@@ -2,7 +2,7 @@
 
 import itertools
 
-from calcops.train.datasets import has_zero_stress
+from calcops.train.labels import has_zero_stress
 
 kFewPairs = 100  # fewer pairs of two elements than this are named
 
@@ -34,7 +34,7 @@ def print_frames(images, virials, held_out, model, pairs):
     )
     labelled = len(images) - virials.isnan().any((1, 2)).sum().item()
     if labelled == 0:
-        print(f"no stress labels{names_of_stress(images)}")
+        print("no stress labels")
     elif labelled < len(images):
         print(f"stress labels in {labelled} of {len(images)} frames")
     zeros = sum(map(has_zero_stress, images))
@@ -47,15 +47,6 @@ def print_frames(images, virials, held_out, model, pairs):
     ]
     if few:
         print(f"warning: few pairs to learn from, within {model.cutoff:g} A: {', '.join(few)}")
-
-
-def names_of_stress(images):
-    """Return the end of a sentence with names in the frames that --stress-key may mean."""
-    names = {name for image in images for name in (*image.info, *image.arrays)}
-    likely = sorted(n for n in names if "stress" in n.lower() or "virial" in n.lower())
-    if not likely:
-        return ""
-    return f"; the frames have {', '.join(likely)}, see --stress-key and --virial-key"
 
 
 def print_overrun(model, pairs):
@@ -79,7 +70,8 @@ def print_model(model):
     lengths = []
     for (c, t), name in pair_names(model).items():
         shortest = model.shortest[c, t].item()
-        lengths.append(f"{name} {shortest:.3g} A" if shortest < model.cutoff else f"{name} none")
+        is_known = 0 < shortest < model.cutoff
+        lengths.append(f"{name} {shortest:.3g} A" if is_known else f"{name} none")
     print(f"shortest pairs trained on: {', '.join(lengths)}")
     if not hasattr(model, "sel"):
         return

@@ -3,25 +3,38 @@
 A training that was stopped resumes bit for bit.
 """
 
+import copy
 import os
-from functools import partial
 
+import numpy as np
 import torch
 from calcops.train.muon import Muon
 from calcops.train.neighbours import neighbours, pair_vectors
 from calcops.train.weights import least_energies
 from torch import distributed
 from torch.func import functional_call
-from torch.fx.experimental.proxy_tensor import make_fx
 
 # What energy per atom, force and virial per atom add to the loss if all of them are as wrong as
 # their labels vary.
 kShares = 0.08, 1.0, 0.6
 kMostWeight = 1e3  # A^2, for labels that hardly vary
 kLeastForce = 0.01  # eV/A, the unit of weights where forces are smaller, as in perfect crystals
-kRates = 1e-2, 1e-4  # Muon's rate at the first and the last step, linear in between
+kBatch = 128  # the least number of atoms in a batch
+kRates = 1e-2, 0.0  # Muon's rate at the first and the last step, linear in between
+kRatesOfStart = 1e-3, 0.0  # the same for a model of --start
 kShareOfAdam = 0.3  # Adam's rate, in units of Muon's
 kKeptBytes = 2e9  # the most bytes of environments of frames that are kept
+kAtomsAtOnce = 512  # in frames that are evaluated together
+
+kWindow = 200  # steps: their median norm of the gradient limits the next one, their loss is watched
+kUnlimited = 20  # steps before the first limit
+kClip = 3.0  # the largest norm of a gradient, in units of the median
+kGrowth = 2.0  # of the median loss of a window, in units of that at the start: a divergence
+kFirstBatches = 50  # whose median loss is that at the start
+
+# The components xx, yy, zz, xy, yz and zx of a virial, whose mean square is in GPUMD's loss.out.
+kRows = 0, 1, 2, 0, 1, 2
+kColumns = 0, 1, 2, 1, 2, 0
 
 
 def save_whole(state, path):
@@ -49,187 +62,330 @@ def loss_weights(frames, ntypes):
     types = frames["types"]
     biases = least_energies(types, frames["energy"], ntypes)
     bias = torch.where(types >= 0, biases[types.clamp(min=0)], 0.0).sum(-1)
-    virial = (frames["virial"] / natoms.view(-1, 1, 1)).flatten()
-    virial = virial[~virial.isnan()]
-    variances = [
-        ((frames["energy"] - bias) / natoms).square().mean(),
-        (frames["force"].square().sum((1, 2)) / (3 * natoms)).mean(),
-        virial.square().mean() if len(virial) else torch.tensor(torch.inf),
+    squares = [
+        ((frames["energy"] - bias) / natoms).square(),
+        frames["force"].square().sum((1, 2)) / (3 * natoms),
+        components(frames["virial"], natoms).square().mean(-1),
     ]
-    of_force = max(variances[1].item(), kLeastForce**2)
-    variances[1] = torch.tensor(of_force)
-    weights = [
-        share * of_force / max(variance.item(), 1e-30)
-        for share, variance in zip(kShares, variances)
-    ]
+    of_energy, of_force, of_virial = (mean_of_atoms(values, natoms) for values in squares)
+    of_force = max(of_force, kLeastForce**2)
+    unit = of_force if np.isfinite(of_force) else 1.0
+    variances = of_energy, of_force, of_virial
+    weights = [share * unit / max(variance, 1e-30) for share, variance in zip(kShares, variances)]
     return [min(weight, kMostWeight) for weight in weights]
+
+
+def mean_of_atoms(values, natoms):
+    """Return the mean of values [F] of frames, each as often as it has atoms.
+
+    NaN is no value. Without any value, the mean is infinite.
+    """
+    is_known = ~values.isnan()
+    if not is_known.any():
+        return np.inf
+    return ((values * natoms)[is_known].sum() / natoms[is_known].sum()).item()
 
 
 class Data:
     """Frames on a model's device, with everything that does not depend on the model's weights.
 
-    data[index] returns types [F, n], the results of `model.environment`, and the labels energy,
-    force and virial. The environments of few frames are kept. Those of many are computed at each
-    use.
+    data[numbers] returns these frames one after the other, as one list of N atoms without padding:
+    types [1, N], the results of `model.environment`, `frame` [N], each atom's place in `numbers`,
+    the labels energy [B], force [N, 3] and virial [B, 3, 3], and weights [B, 3] of the squares. The
+    environments of few frames are kept. Those of many are computed at each use.
+
+    A frame's squares count as often as it has atoms, so that all atoms weigh the same in the loss.
 
     Args:
         frames: a dict of datasets.frames_of.
         model: of first_model. Its `environment` gives what its `evaluate` needs.
+
+    Attributes:
+        counts: [F, 3] the energies, the atoms and the virials of each frame that have labels.
     """
 
     def __init__(self, frames, model):
         self.frames = frames
         self.model = model
-        self.tensors = None
+        self.natoms = (frames["types"] >= 0).sum(-1)
+        has_energy, has_forces, has_virial = (
+            ~frames[name].view(len(frames[name]), -1).isnan().any(1)
+            for name in ("energy", "force", "virial")
+        )
+        counts = [has_energy, self.natoms * has_forces, has_virial]
+        self.counts = torch.stack(counts, -1).double()
+        self.kept = None
         # An environment has some 20 numbers of 8 bytes for each slot, 12 of them in R_d.
-        slots = frames["types"].numel() * model.most_neighbours
+        slots = self.natoms.sum().item() * model.most_neighbours
         if 8 * 20 * slots < kKeptBytes:
-            self.tensors = self.environment(frames)
+            self.kept = [self.environment(number) for number in range(len(self))]
 
     def __len__(self):
-        return len(self.frames["types"])
+        return len(self.natoms)
 
-    def __getitem__(self, index):
-        if self.tensors is not None:
-            return [tensor[index] for tensor in self.tensors]
-        return self.environment({key: value[index] for key, value in self.frames.items()})
+    def __getitem__(self, numbers):
+        numbers = torch.arange(len(self))[numbers].tolist()
+        kept = self.kept
+        parts = [kept[number] if kept else self.environment(number) for number in numbers]
+        natoms = self.natoms[numbers]
+        frame = torch.arange(len(numbers)).repeat_interleave(natoms)
+        types, list_neigh, *others = map(joined, zip(*parts))
+        device = types.device
+        first = (natoms.cumsum(0) - natoms)[frame].view(1, -1, 1).to(device)
+        list_neigh = torch.where(list_neigh >= 0, list_neigh + first, -1)
+        is_atom = self.frames["types"][numbers] >= 0
+        force = self.frames["force"][numbers][is_atom]
+        labels = frame, self.frames["energy"][numbers], force, self.frames["virial"][numbers]
+        ones = torch.ones_like(natoms)
+        weights = self.frames["weights"][numbers] * torch.stack([natoms, ones, natoms], -1)
+        return [types, list_neigh, *others, *(label.to(device) for label in (*labels, weights))]
 
-    def environment(self, frames):
-        """Return the tensors of data[index] for frames."""
-        positions = frames["positions"]
-        types = frames["types"]
+    def environment(self, number):
+        """Return the types and the environment of a frame: [1, n] and [1, n, K, ...]."""
+        natoms = self.natoms[number]
+        frames = {key: value[number : number + 1] for key, value in self.frames.items()}
+        positions = frames["positions"][:, :natoms]
+        types = frames["types"][:, :natoms]
         list_neigh, shift = neighbours(
-            positions, frames["cells"], self.model.cutoff, types, frames.get("pbc")
+            positions, frames["cells"], self.model.cutoff, types, frames["pbc"]
         )
         Rij = pair_vectors(positions, list_neigh, shift)
         device = next(self.model.parameters()).device
         types, list_neigh, Rij = (tensor.to(device) for tensor in (types, list_neigh, Rij))
-        labels = [frames[key].to(device) for key in ("energy", "force", "virial")]
-        return [types, *self.model.environment(types, list_neigh, Rij), *labels]
+        return [types, *self.model.environment(types, list_neigh, Rij)]
+
+    def parts(self):
+        """Yield the numbers of frames that are evaluated together."""
+        numbers = []
+        for number in range(len(self)):
+            numbers.append(number)
+            if self.natoms[numbers].sum() >= kAtomsAtOnce:
+                yield numbers
+                numbers = []
+        if numbers:
+            yield numbers
 
 
-class MeanSquares(torch.nn.Module):
-    """Mean squares [3] of a model's errors of energy/atom, force and virial/atom."""
+def joined(tensors):
+    """Return tensors [1, n, K, ...] of frames as one [1, N, K, ...], with empty slots added."""
+    if tensors[0].dim() == 2:
+        return torch.cat(tensors, 1)
+    slots = max(tensor.shape[2] for tensor in tensors)
+    padded = []
+    for tensor in tensors:
+        new = list(tensor.shape)
+        new[2] = slots - tensor.shape[2]
+        value = 0 if tensor.is_floating_point() else -1
+        padded.append(torch.cat([tensor, tensor.new_full(new, value)], 2) if new[2] else tensor)
+    return torch.cat(padded, 1)
+
+
+class Squares(torch.nn.Module):
+    """Squared errors [B, 3] of a model, for each frame of a batch.
+
+    They are those of the energy per atom, of the forces, summed over the atoms, and of the virial
+    per atom. A square of a force or of a virial is the mean of those of its 3 or 6 components.
+    """
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, types, *tensors, create_graph=True):
-        """Return the mean squares [3] for the tensors of Data, a frame in each row.
+    def differences(self, types, *tensors, create_graph=False):
+        """Return labels and errors of energy/atom [B], force [N, 3] and virial/atom [B, 6].
 
-        A frame whose virial is NaN has no label. Its error of the virial counts as zero.
+        An absent label is NaN, and so is its error.
+
+        Args:
+            types: [1, N].
+            *tensors: the others of Data.
+            create_graph: True if the errors are to be differentiated.
         """
-        *environment, energy, force, virial = tensors
-        predicted = self.model.evaluate(types, *environment, 0, create_graph)
-        predicted_energy, _, predicted_force, predicted_virial, _ = predicted
-        natoms = (types >= 0).sum(-1)
-        energy_error = (predicted_energy - energy) / natoms
-        force_squares = (predicted_force - force).square().sum((1, 2)) / (3 * natoms)
-        virial_error = torch.where(virial.isnan(), 0.0, predicted_virial - virial)
-        virial_error = virial_error / natoms.view(-1, 1, 1)
-        return torch.stack(
-            [energy_error.square().mean(), force_squares.mean(), virial_error.square().mean()]
-        )
+        *environment, frame, energy, force, virial, _ = tensors
+        results = self.model.evaluate(types, *environment, 0, create_graph)
+        _, atom_energy, predicted_force, _, atom_virial = results
+        natoms = torch.zeros_like(energy).index_add(0, frame, torch.ones_like(force[:, 0]))
+        predicted_energy = torch.zeros_like(energy).index_add(0, frame, atom_energy[0])
+        predicted_virial = torch.zeros_like(virial).index_add(0, frame, atom_virial[0])
+        pairs = [
+            (energy / natoms, predicted_energy / natoms),
+            (force, predicted_force[0]),
+            (components(virial, natoms), components(predicted_virial, natoms)),
+        ]
+        return [(label, predicted - label) for label, predicted in pairs]
+
+    def forward(self, types, *tensors, create_graph=True):
+        """Return the squares [B, 3]. Those of absent labels are zero."""
+        pairs = self.differences(types, *tensors, create_graph=create_graph)
+        squares = [torch.where(label.isnan(), 0.0, error).square() for label, error in pairs]
+        of_energy, of_atoms, of_virial = squares
+        frame = tensors[-5]
+        of_forces = torch.zeros_like(of_energy).index_add(0, frame, of_atoms.mean(-1))
+        return torch.stack([of_energy, of_forces, of_virial.mean(-1)], -1)
 
 
-def differentiate(mean_squares, parameters, *batch, weights=(1.0, 1.0, 1.0)):
-    """Return the mean squares, and the gradients of the loss through the operators' backward."""
-    return gradients_of_loss(functional_call(mean_squares, parameters, batch), parameters, weights)
+def components(virial, natoms):
+    """Return xx, yy, zz, xy, yz and zx [B, 6] of virials [B, 3, 3] per atom."""
+    return (virial / natoms.view(-1, 1, 1))[:, kRows, kColumns]
 
 
-def gradients_of_loss(squares, parameters, weights=(1.0, 1.0, 1.0)):
-    """Return the mean squares, and the gradients of their weighted sum for each parameter."""
-    loss = squares @ squares.new_tensor(weights)
-    return squares.detach(), torch.autograd.grad(loss, list(parameters.values()))
+def squares_of(squares, data):
+    """Return the squares [F, 3] of all frames of a Data, on the CPU."""
+    parts = [squares(*data[numbers], create_graph=False).double().cpu() for numbers in data.parts()]
+    return torch.cat(parts)
 
 
-def mean_of_processes(tensors):
-    """Return the mean of each tensor over all processes, by a single message."""
+def errors_of(squares, counts):
+    """Return the errors of energy/atom (eV), force (eV/A) and virial/atom (eV).
+
+    Each frame with a label counts once for energy and virial, and each atom once for the force. An
+    error is NaN if no frame has its label, and infinite if a prediction is no number.
+
+    Args:
+        squares: [F, 3] of frames.
+        counts: [F, 3] of a Data.
+    """
+    sums = squares.sum(0)
+    return (torch.where(sums.isnan(), torch.inf, sums) / counts.sum(0)).sqrt().tolist()
+
+
+def differentiate(squares, parameters, factors, *batch):
+    """Return the sums [3] of the squares of a batch, and the gradients of their loss.
+
+    The gradients go through the operators' backward.
+
+    Args:
+        squares: a Squares.
+        parameters: by name.
+        factors: [3] of the weighted sums of squares in the loss.
+        batch: the tensors of Data.
+    """
+    of_frames = functional_call(squares, parameters, batch)
+    return gradients_of_loss(of_frames, parameters, factors, batch[-1])
+
+
+def gradients_of_loss(squares, parameters, factors, weights):
+    """Return the sums [3] of squares [B, 3], and the gradients of the loss for each parameter."""
+    loss = (squares * weights).sum(0) @ factors
+    return squares.detach().sum(0), torch.autograd.grad(loss, list(parameters.values()))
+
+
+def sum_of_processes(tensors):
+    """Return the sum of each tensor over all processes, by a single message."""
     if not distributed.is_initialized():
         return tensors
     message = torch.cat([tensor.flatten() for tensor in tensors])
     distributed.all_reduce(message)
-    parts = (message / distributed.get_world_size()).split([tensor.numel() for tensor in tensors])
+    parts = message.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
 class Trainer:
-    """Training on `batch` frames a step.
+    """Training on frames of at least `batch` atoms a step.
 
     The processes of torch.distributed, where there are several, share a batch. All draw the same
     frames and take the same step, so that their weights stay equal to the bit.
+
+    Three rules keep it stable where a few frames have errors far above all others:
+
+    - A gradient is scaled down to kClip times the median norm of the last kWindow steps.
+    - A step whose gradient is not finite is left out.
+    - If the median loss of kWindow steps is more than kGrowth times that at the start, the weights
+      go back to those of the last window, and the rate is halved.
 
     Args:
         model: of first_model.
         data: its Data.
         steps: the number of steps, over which the rate falls.
         seed: of the order of the frames.
-        batch: frames a step, of all processes together.
-        compile: True to compile the step by torch.compile.
+        batch: atoms a step, of all processes together.
         rates: of Muon, at the first and the last step.
         weights: of the mean squares of energy, force and virial; None: those of loss_weights.
 
-    Raises:
-        ValueError: the batch has more frames than there are.
+    Attributes:
+        history: for each step, the mean squares [3] of the batch and the norm of the gradient. NaN
+            where there was no label or no finite number.
+        divergences: the steps at which the weights went back.
     """
 
-    def __init__(
-        self, model, data, steps, seed, batch=1, compile=False, rates=kRates, weights=None
-    ):
-        if batch > len(data):
-            raise ValueError(
-                f"expected a batch of at most {len(data)}, the number of frames, got {batch}"
-            )
+    def __init__(self, model, data, steps, seed, batch=kBatch, rates=kRates, weights=None):
         self.model = model
         self.data = data
         self.steps = steps
         self.batch = batch
         self.rates = rates
         self.weights = weights or loss_weights(data.frames, len(model.type_names))
-        self.share = slice(None)  # this process's frames of a batch
+        self.rank, self.processes = 0, 1
         if distributed.is_initialized():
-            self.share = slice(distributed.get_rank(), None, distributed.get_world_size())
+            self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
+        if self.processes > len(data):
+            raise ValueError(
+                f"expected a frame for each of {self.processes} processes, got {len(data)} frames"
+            )
         self.generator = torch.Generator().manual_seed(seed)
-        self.mean_squares = MeanSquares(model)
+        self.queue = []  # the numbers of frames that come next
+        self.squares = Squares(model)
         self.parameters = {
             name: parameter
-            for name, parameter in self.mean_squares.named_parameters()
+            for name, parameter in self.squares.named_parameters()
             if parameter.requires_grad
         }
-        self.optimizers = optimizers_of(self.parameters, model.shares)
-        self.history = []  # mean squares of each step
+        self.optimizers = optimizers_of(self.parameters, model)
+        self.history = []
+        self.divergences = []
         self.records = []  # what training.Run records, one list each time
         self.identity = {}  # of the training, which its checkpoints keep: training.identity_of
-        self.differentiate = partial(differentiate, self.mean_squares, weights=self.weights)
-        if compile:
-            # torch.compile has no double backward. make_fx writes forces and gradients as plain
-            # operators. Sizes are symbols, since frames differ in the number of neighbours.
-            trace = make_fx(
-                self.differentiate, tracing_mode="symbolic", _allow_non_fake_inputs=True
-            )
-            graph = trace(self.parameters, *data[torch.arange(batch)[self.share]])
-            self.differentiate = torch.compile(graph)
+        self.start_loss = None  # the median of the first batches, before the first step
+        self.good = None  # the state at the end of the last good window
 
     def rate(self, step):
         """Return Muon's rate at a step."""
         first, last = self.rates
-        return first + (last - first) * step / self.steps
+        rate = first + (last - first) * step / self.steps
+        return rate / 2 ** len(self.divergences)
+
+    def draw(self):
+        """Return the numbers of the frames of the next batch; each comes once an epoch."""
+        numbers = []
+        atoms = 0
+        while len(numbers) < self.processes or (
+            atoms < self.batch and len(numbers) < len(self.data)
+        ):
+            if not self.queue:
+                self.queue = torch.randperm(len(self.data), generator=self.generator).tolist()
+            numbers.append(self.queue.pop())
+            atoms += self.data.natoms[numbers[-1]].item()
+        return numbers
 
     def step(self):
-        """Draw a batch, and take one step of both optimizers along the processes' mean gradient."""
-        state = self.generator.get_state()
-        index = torch.randperm(len(self.data), generator=self.generator)[: self.batch]
+        """Draw a batch, and take one step of both optimizers along the processes' gradient."""
+        if not self.history:
+            self.start_loss = self.median_loss(self.first_batches())
+            self.good = self.state()
+        before = self.generator.get_state(), list(self.queue)
+        numbers = self.draw()
+        counts = self.data.counts[numbers].sum(0)
+        factors = torch.tensor(self.weights).double() / self.data.natoms[numbers].sum()
+        batch = self.data[numbers[self.rank :: self.processes]]
         try:
-            squares, gradients = self.differentiate(self.parameters, *self.data[index[self.share]])
-            squares, *gradients = mean_of_processes([squares, *gradients])
+            sums, gradients = differentiate(
+                self.squares, self.parameters, factors.to(batch[0].device), *batch
+            )
+            sums, *gradients = sum_of_processes([sums, *gradients])
         except BaseException:  # after Ctrl-C another process may have gone: a checkpoint follows
-            self.generator.set_state(state)
+            self.generator.set_state(before[0])
+            self.queue = before[1]
             raise
-        for parameter, gradient in zip(self.parameters.values(), gradients):
-            parameter.grad = gradient
-        self.update(self.rate(len(self.history)))
-        self.history.append(squares.tolist())
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+        if np.isfinite(norm):
+            factor = min(1.0, limit_of(self.history) / max(norm, 1e-300))
+            for parameter, gradient in zip(self.parameters.values(), gradients):
+                parameter.grad = gradient * factor
+            self.update(self.rate(len(self.history)))
+        row = [*(sums.cpu() / counts).tolist(), norm]
+        self.history.append([x if np.isfinite(x) else np.nan for x in row])
+        if len(self.history) % kWindow == 0:
+            self.watch()
 
     def update(self, rate):
         """Take one step of both optimizers with the parameters' gradients."""
@@ -238,20 +394,61 @@ class Trainer:
                 group["lr"] = group["share"] * rate
             optimizer.step()
 
+    def first_batches(self):
+        """Return rows of the history for the next batches, with the parameters as they are."""
+        before = self.generator.get_state(), list(self.queue)
+        rows = []
+        for _ in range(kFirstBatches):
+            numbers = self.draw()
+            sums = self.squares(*self.data[numbers], create_graph=False).sum(0).cpu()
+            rows.append([*(sums / self.data.counts[numbers].sum(0)).tolist(), 0.0])
+        self.generator.set_state(before[0])
+        self.queue = before[1]
+        return rows
+
+    def median_loss(self, rows):
+        """Return the median of the losses of rows of the history; NaN for all without numbers."""
+        losses = [self.loss(np.sqrt(row[:3])) for row in rows if np.isfinite(row[3])]
+        return float(np.median(losses)) if losses else np.nan
+
+    def loss(self, errors):
+        """Return the loss of errors. That of an absent label, NaN, counts as zero."""
+        return float(np.square(np.where(np.isnan(errors), 0.0, errors)) @ self.weights)
+
+    def watch(self):
+        """Keep the state at the end of a window of steps, or go back to that of the last one."""
+        if self.median_loss(self.history[-kWindow:]) <= kGrowth * self.start_loss:
+            self.good = self.state()
+        else:
+            self.divergences.append(len(self.history))
+            self.set_state(self.good)
+
+    def state(self):
+        """Return a copy of the parameters and the states of the optimizers."""
+        return copy.deepcopy(
+            {
+                "parameters": {name: p.detach() for name, p in self.parameters.items()},
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            }
+        )
+
+    @torch.no_grad()
+    def set_state(self, state):
+        """Set parameters and optimizers to those of a state."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state["parameters"][name])
+        for optimizer, of_optimizer in zip(self.optimizers, copy.deepcopy(state["optimizers"])):
+            optimizer.load_state_dict(of_optimizer)
+
     def settings(self):
         """Return what a checkpoint must have been made with to go on from it, by name."""
         return self.identity | self.model.settings()
 
     def save(self, path):
-        """Write a checkpoint: the model, the optimizers, what they did and the random numbers."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "history": self.history,
-            "records": self.records,
-            "generator": self.generator.get_state(),
-            "settings": self.settings(),
-        }
+        """Write a checkpoint: the state, what was done and the random numbers."""
+        names = "history", "divergences", "records", "queue", "start_loss", "good"
+        state = {name: getattr(self, name) for name in names} | self.state()
+        state |= {"generator": self.generator.get_state(), "settings": self.settings()}
         save_whole(state, path)
 
     def resume(self, path):
@@ -261,8 +458,8 @@ class Trainer:
             ValueError: the checkpoint is of another training.
         """
         state = torch.load(path, map_location="cpu")
-        if "records" not in state:
-            raise ValueError("another version wrote it, without its records")
+        if "parameters" not in state:
+            raise ValueError("another version wrote it, without its parameters")
         saved = state["settings"]
         for name, value in self.settings().items():
             if name not in saved:
@@ -271,15 +468,32 @@ class Trainer:
                 raise ValueError(f"it has other {name}")
             if saved[name] != value:
                 raise ValueError(f"its {name} is {saved[name]}, not {value}")
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved_state in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved_state)
-        self.history = state["history"]
-        self.records = state["records"]
+        self.set_state(state)
+        for name in ("history", "divergences", "records", "queue", "start_loss", "good"):
+            setattr(self, name, state[name])
         self.generator.set_state(state["generator"])
 
 
-def optimizers_of(parameters, shares):
+def limit_of(history):
+    """Return the largest norm of a gradient after the steps of a history."""
+    norms = [norm for *_, norm in history[-kWindow:] if norm > 0]
+    return kClip * np.median(norms) if len(norms) >= kUnlimited else np.inf
+
+
+def clipped(history):
+    """Return for each step of a history whether its gradient was clipped."""
+    windows = [history[max(0, step - kWindow) : step] for step in range(len(history))]
+    return [row[3] > limit_of(window) for row, window in zip(history, windows)]
+
+
+def mean_without_nan(rows):
+    """Return the mean [3] of rows [n, 3]. It is NaN in a column without a number."""
+    rows = np.array(rows)
+    counts = np.isfinite(rows).sum(0)
+    return np.where(counts, np.nansum(rows, 0) / np.maximum(counts, 1), np.nan)
+
+
+def optimizers_of(parameters, model):
     """Return the optimizers of parameters: Muon for matrices, Adam for the others.
 
     The descriptor's components are nearly collinear. Adam alone is slow then. Muon takes equal
@@ -287,17 +501,21 @@ def optimizers_of(parameters, shares):
 
     Args:
         parameters: by name.
-        shares: rates in units of Muon's, of matrices whose names have a word of this dict.
+        model: of first_model. Its `shares` are rates in units of Muon's, of matrices whose names
+            have a word of this dict. Its `decay` is that of the other matrices.
     """
     matrices = {}
     others = []
     for name, parameter in parameters.items():
         if parameter.dim() > 1 and min(parameter.shape[-2:]) > 1:
-            share = next((share for word, share in shares.items() if word in name), 1.0)
+            share = next((share for word, share in model.shares.items() if word in name), 1.0)
             matrices.setdefault(share, []).append(parameter)
         else:
             others.append(parameter)
-    groups = [{"params": group, "share": share} for share, group in matrices.items()]
+    groups = [
+        {"params": group, "share": share, "decay": model.decay if share == 1 else 0.0}
+        for share, group in matrices.items()
+    ]
     adam = torch.optim.Adam(
         [{"params": others, "share": kShareOfAdam}], betas=(0.9, 0.99), fused=True
     )

@@ -233,7 +233,8 @@ def least_energies(types, energy, ntypes):
     """Return the energies [T] of types that come nearest to the frames' energies [F].
 
     Of several solutions, as for a single compound, it is the one of least norm. A type of -1 in
-    types [F, n] is no atom.
+    types [F, n] is no atom. An energy of NaN is no label.
     """
-    counts = torch.stack([(types == t).sum(-1) for t in range(ntypes)], -1)
-    return torch.linalg.pinv(counts.to(energy)) @ energy
+    counts = torch.stack([(types == t).sum(-1) for t in range(ntypes)], -1).to(energy)
+    is_known = ~energy.isnan()
+    return torch.linalg.pinv(counts[is_known]) @ energy[is_known]

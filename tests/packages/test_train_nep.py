@@ -25,7 +25,7 @@ from calcops.train import __main__ as command  # noqa: E402
 from calcops.train import loop, nep_parameters  # noqa: E402
 from calcops.train.datasets import frames_of  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
-from calcops.train.trainer import Data, MeanSquares, Trainer, differentiate  # noqa: E402
+from calcops.train.trainer import Data, Squares, Trainer, differentiate  # noqa: E402
 from structures import labelled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,7 +74,7 @@ def results_of(model, images):
     data = Data(frames_of(images, model.type_names), model)
     results = []
     for b in range(len(data)):
-        types, *environment, _, _, _ = data[b : b + 1]
+        types, *environment, _, _, _, _, _ = data[[b]]
         energy, _, force, virial, _ = model.evaluate(types, *environment, 0, False)
         results.append((energy, force, virial))
     return results
@@ -103,15 +103,16 @@ def test_the_file_has_the_results_of_the_model(words, images):
 def test_the_gradients_are_those_of_finite_differences(images):
     model = model_of(images)
     data = Data(frames_of(images[:2], model.type_names), model)
-    trainer = Trainer(model, data, steps=1, seed=0, batch=2)
-    weights = 1.0, 2.0, 3.0
+    trainer = Trainer(model, data, steps=1, seed=0)
+    factors = torch.tensor([1.0, 2.0, 3.0]).double()
     batch = data[:]
-    _, gradients = differentiate(trainer.mean_squares, trainer.parameters, *batch, weights=weights)
+    _, gradients = differentiate(trainer.squares, trainer.parameters, factors, *batch)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {"radial_c", "angular_c", "w0", "b0", "w1", "bias"}
 
     def loss():
-        return (trainer.mean_squares(*batch).detach() * torch.tensor(weights)).sum().item()
+        squares = trainer.squares(*batch).detach() * batch[-1]
+        return (squares.sum(0) @ factors).item()
 
     for (name, parameter), gradient in zip(trainer.parameters.items(), gradients):
         direction = torch.sin(1 + torch.arange(parameter.numel())).view_as(parameter)
@@ -155,7 +156,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_its_record(moment, monkeypatch):
     run("frames.extxyz", *SMALL, "--folder", "whole")
     owner, name, steps = {
         "in a step": (Trainer, "update", 13),
-        "in a record": (loop.Run, "write_best", 10),
+        "in a record": (loop.Run, "write_model", 10),
     }[moment]
     method = getattr(owner, name)
     calls = []
@@ -194,18 +195,35 @@ def test_a_second_ctrl_c_does_not_stop_the_checkpoint_of_the_first(monkeypatch):
     assert Path("out/checkpoint.pt").exists()
 
 
-def test_a_step_that_fails_draws_its_frames_again(images, monkeypatch):
+def test_the_matrices_of_nets_decay_and_radial_functions_do_not(images):
     model = model_of(images)
     trainer = Trainer(model, Data(frames_of(images, model.type_names), model), steps=1, seed=0)
+    decays = {
+        id(parameter): group["decay"]
+        for group in trainer.optimizers[0].param_groups
+        for parameter in group["params"]
+    }
+    assert decays[id(model.hidden)] == model.decay > 0
+    assert decays[id(model.radial_functions)] == decays[id(model.angular_functions)] == 0
+
+
+def test_a_step_that_fails_draws_its_frames_again(images, monkeypatch):
+    model = model_of(images)
+    trainer = Trainer(
+        model, Data(frames_of(images, model.type_names), model), steps=1, seed=0, batch=8
+    )
+    trainer.step()
     state = trainer.generator.get_state()
+    queue = list(trainer.queue)
 
     def fail(*words):
         raise RuntimeError("another process has gone")
 
-    trainer.differentiate = fail
+    monkeypatch.setattr("calcops.train.trainer.differentiate", fail)
     with pytest.raises(RuntimeError, match="has gone"):
         trainer.step()
     assert torch.equal(trainer.generator.get_state(), state)
+    assert trainer.queue == queue
 
 
 def test_a_training_that_was_stopped_before_a_record_can_be_finished(monkeypatch):
@@ -234,7 +252,6 @@ def test_a_kill_while_the_best_model_is_written_leaves_the_old_one(monkeypatch):
         raise OSError("killed")
 
     monkeypatch.setattr(nep_parameters.TrainedNep, "write", write_half)
-    monkeypatch.setattr(loop.Run, "loss", lambda run, errors: -len(run.trainer.history))
     with pytest.raises(OSError, match="killed"):
         run("frames.extxyz", *SMALL, "--folder", "out", "--steps", 40)
     assert Path("out/nep.txt").read_bytes() == before
@@ -270,7 +287,7 @@ def test_cutoffs_without_pairs_are_refused(images):
         "weights = [1, 2]": "--weights: expected 3 arguments",
         "rates = [0.1]": "--rates: expected 2 arguments",
         "cutoff = true": "--cutoff: invalid float value",
-        "compile = 'no'": "expected compile of true or false, got 'no'",
+        "tabulated = 'no'": "expected tabulated of true or false, got 'no'",
         "device = 'tpu'": "--device: invalid choice",
         "neuron = 4": "expected options, got neuron",
     }.items(),
@@ -304,7 +321,7 @@ def test_fine_tuning_starts_with_the_results_of_the_file(name, zbl):
     images = [image(number, CalcOps(before)) for number in range(4)]
     model, _ = first_model(images, command.parse(["frames.extxyz", "--start", "start.txt"]))
     assert_same(results_of(model, images), results_of(before, images), 1e-8)
-    squares = MeanSquares(model)(*Data(frames_of(images, model.type_names), model)[:])
+    squares = Squares(model)(*Data(frames_of(images, model.type_names), model)[:])
     assert squares.max() < 1e-14
     model.write("again.txt")
     after = load("again.txt")
@@ -324,9 +341,11 @@ def test_an_element_that_the_frames_lack_stays_as_it_was(name, images):
     model, _ = first_model(images, command.parse(["frames.extxyz", "--start", "start.txt"]))
     assert model.type_names == types
     frames = frames_of(images, types)
-    trainer = Trainer(model, Data(frames, model), steps=1, seed=0, batch=len(images))
+    trainer = Trainer(model, Data(frames, model), steps=1, seed=0)
     batch = trainer.data[:]
-    _, gradients = differentiate(trainer.mean_squares, trainer.parameters, *batch)
+    _, gradients = differentiate(
+        trainer.squares, trainer.parameters, torch.ones(3).double(), *batch
+    )
     pairs = torch.arange(len(types) ** 2).view(len(types), -1)
     of_absent = torch.cat([pairs[absent], pairs[:, absent]])
     for parameter, gradient in zip(trainer.parameters, gradients):
@@ -335,6 +354,16 @@ def test_an_element_that_the_frames_lack_stays_as_it_was(name, images):
             assert (gradient[own] == 0).all(), parameter
             gradient[own] = 1
         assert (gradient != 0).any(), parameter
+
+    begin = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    trainer.steps = 3
+    for _ in range(2):
+        trainer.step()
+    for word, parameter in trainer.parameters.items():
+        own = of_absent if "functions" in word else [absent]
+        if len(parameter) > absent:
+            assert torch.equal(parameter[own], begin[word][own]), word
+        assert not torch.equal(parameter, begin[word]), word
 
     written = model.file()
     assert written.zbl == file.zbl
