@@ -4,7 +4,7 @@
         [--float32-nets]
 
 FOLDER is that of the training on silicon or gallium nitride. It gets model.pt, model.pt2 and
-nve.png. calcops/train/README.md has the command for LAMMPS.
+nve.png. README.md has the command for LAMMPS.
 """
 
 import argparse
