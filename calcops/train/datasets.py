@@ -9,6 +9,7 @@ labels.py has the names and the units of the labels.
 import io
 import os
 import re
+from itertools import islice
 from pathlib import Path
 
 import ase.io
@@ -148,7 +149,10 @@ def read_frame(count, lines):
     if not count.isdecimal():
         raise ValueError(f"expected a number of atoms, got {count:.60}")
     structure, info = comment_of(next(lines, "").strip())
-    atoms = "".join(next(lines, "") for _ in range(int(count)))
+    rows = list(islice(lines, int(count)))
+    if not all(map(str.strip, rows)):
+        raise ValueError(f"expected {count} atoms, got an empty line")
+    atoms = "".join(rows)
     atoms = re.sub(r"(?<=\d)_(?=\d)", kJoint, atoms)
     text = io.StringIO(f"{count}\nstructure\n{atoms}")
     image = ase.io.read(text, format="extxyz", properties_parser=lambda _: structure)
@@ -204,7 +208,7 @@ def pairs_of(line):
     for pair in kPair.finditer(bare):
         name, text = (line[slice(*pair.span(group))] for group in (1, 2))
         if kSwallowed.search(text):
-            words = "which has others; quotes that are no delimiters need a backslash"
+            words = "which has others; a quote that is no delimiter needs a backslash"
             raise ValueError(f"expected one value, got {name}{text:.60}, {words}")
         value = key_val_str_to_dict(f"value{text}")["value"]
         if isinstance(value, (np.generic, np.ndarray)) and re.search(r"\d_\d", text):

@@ -119,10 +119,11 @@ def digest(*parts):
 
 
 def in_words(errors):
-    """Return errors as text, in meV and meV/A; without the virial where it has no labels."""
-    energy, force, virial = errors
-    text = f"energy {1e3 * energy:.2f} meV/atom, force {1e3 * force:.1f} meV/A"
-    return text if np.isnan(virial) else f"{text}, virial {1e3 * virial:.1f} meV/atom"
+    """Return errors as text, in meV and meV/A, without those of labels that are absent."""
+    energy, force, virial = 1e3 * np.array(errors)
+    words = f"energy {energy:.2f} meV/atom", f"force {force:.1f} meV/A"
+    words += (f"virial {virial:.1f} meV/atom",)
+    return ", ".join(text for text, error in zip(words, errors) if not np.isnan(error))
 
 
 class Run:

@@ -45,16 +45,17 @@ def plot_parity(path, squares, data):
         data: the frames, a trainer.Data.
     """
     parts = [squares.differences(*data[numbers]) for numbers in data.parts()]
-    pairs = []
-    for of_parts in zip(*parts):
+    panels = []
+    for (name, unit), of_parts in zip(kUnits.items(), zip(*parts)):
         label, error = (torch.cat(tensors).flatten().cpu() for tensors in zip(*of_parts))
         is_labelled = ~label.isnan()
         if is_labelled.any():
-            pairs.append((label[is_labelled], (label + error)[is_labelled]))
+            panels.append((name, unit, label[is_labelled], error[is_labelled]))
     figure = Figure(figsize=(12, 4.3), layout="constrained")
-    columns = figure.subplots(1, len(pairs))
-    for axes, (name, unit), (label, prediction) in zip(columns, kUnits.items(), pairs):
-        rmse = (prediction - label).square().mean().sqrt()
+    columns = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, unit, label, error) in zip(columns, panels):
+        prediction = label + error
+        rmse = error.square().mean().sqrt()
         low, high = limits_of(torch.cat([label.flatten(), prediction.flatten()]))
         axes.axline((low, low), slope=1, color="gray", linewidth=0.8)
         axes.plot(label.flatten(), prediction.flatten(), ".", markersize=2, alpha=0.5)

@@ -23,6 +23,7 @@ from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
 from calcops.train.trainer import Data, Squares, Trainer, kRates, kRatesOfStart, loss_weights  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
 from structures import labelled  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -740,6 +741,20 @@ def test_frames_without_labels_are_refused_before_the_training(run):
         with pytest.raises(ValueError, match="got none of energy in bare.extxyz, frame 0"):
             run("frames.extxyz", option, "bare.extxyz")
     assert not Path("trained/frames/log.csv").exists()
+
+
+def test_absent_energies_are_neither_printed_nor_drawn(run, monkeypatch):
+    titles = []
+    set_of_axes = Axes.set
+    monkeypatch.setattr(
+        Axes, "set", lambda axes, **words: titles.append(words) or set_of_axes(axes, **words)
+    )
+    images = [image(number, labels=LABELS[:2], energy_weight=0.0) for number in range(4)]
+    printed = run(images, "--held-out", 0.25)
+    assert re.search(r"held-out frames: force (\S+) meV/A\n", printed)
+    drawn = [words["title"] for words in titles if "title" in words]
+    assert len(drawn) == 1
+    assert drawn[0].startswith("force: RMSE")
 
 
 def test_a_test_file_may_lack_the_stress_of_a_key(run):
