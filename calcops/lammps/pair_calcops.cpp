@@ -21,6 +21,7 @@
 #include "comm.h"
 #include "error.h"
 #include "force.h"
+#include "group.h"
 #include "memory.h"
 #include "neigh_list.h"
 #include "neighbor.h"
@@ -85,6 +86,7 @@ PairCalcOps::PairCalcOps(LAMMPS* lmp) : Pair(lmp) {
   centroidstressflag = CENTROID_AVAIL;
   pvector = new double[kNumbers + 1]();
   cutghost = nullptr;
+  comm_forward = 1;
 
   static const bool once = [] {
     time_operators();
@@ -214,6 +216,8 @@ void PairCalcOps::init_style() {
          "comm_modify mode single for a model that passes messages", "another");
   warned_of_hidden_ = false;
   is_initialized_ = true;
+  list_step_.reset();
+  for (int i = 1; i <= atom->ntypes; ++i) std::fill_n(&cutghost[i][1], atom->ntypes, 0.0);
   at::set_num_threads(comm->nthreads);
   neighbor->add_request(
       this, NeighConst::REQ_FULL | (ghostneigh ? NeighConst::REQ_GHOST : NeighConst::REQ_DEFAULT));
@@ -222,6 +226,19 @@ void PairCalcOps::init_style() {
 
 double PairCalcOps::init_one(int i, int j) {
   return cutghost[i][j] = cutghost[j][i] = models_[0].cutoff;
+}
+
+// `pair_style hybrid` calls init_one() for the pairs of types that it gives to this style. It gives
+// a pair to the style of the last `pair_coeff`, also if that is another one.
+void PairCalcOps::refuse_lost_pairs() const {
+  for (int i = 1; i <= atom->ntypes; ++i)
+    for (int j = i; j <= atom->ntypes; ++j)
+      if (setflag[i][j] && cutghost[i][j] == 0)
+        error->all(FLERR,
+                   "Pair style calcops: expected all pairs of the model's types, got a later "
+                   "pair_coeff that gives types {} and {} to another style. Use hybrid/overlay to "
+                   "add it, or NULL",
+                   i, j);
 }
 
 // LAMMPS makes a new list before an atom has moved by more than half the skin. A chain of `layers`
@@ -264,26 +281,59 @@ void PairCalcOps::refuse_weighted_bonds() const {
   }
 }
 
+// Copies what LAMMPS's lists leave out from now on: they take it when a run starts. A command
+// between two runs changes the fields at once, also if the next run has `pre no`.
+void PairCalcOps::copy_exclusions() {
+  excluded_ = {};
+  whole_groups_ = 0;
+  for (int k = 0; k < neighbor->nex_type; ++k)
+    excluded_.types.emplace_back(neighbor->ex1_type[k], neighbor->ex2_type[k]);
+  const int* const bit = group->bitmask;
+  for (int k = 0; k < neighbor->nex_group; ++k)
+    excluded_.groups.emplace_back(bit[neighbor->ex1_group[k]], bit[neighbor->ex2_group[k]]);
+  for (int k = 0; k < neighbor->nex_mol; ++k) excluded_.molecules |= bit[neighbor->ex_mol_group[k]];
+}
+
 // Finds the atoms whose energies count: those of the list, without the atoms that
 // `neigh_modify exclude` excludes from all pairs of the model. `fix gcmc` and others exclude an
 // atom while they compute the energy without it. The model would give it the energy of a lone atom.
 void PairCalcOps::find_centres() {
-  constexpr int kAll = 0;  // LAMMPS's number of the group `all`
-  const int ntypes = atom->ntypes;
-  bool hides_pairs = neighbor->nex_mol > 0;
-
+  const int ntypes = atom->ntypes, all = group->bitmask[0];
   int excluded_groups = 0;  // their bits
-  for (int k = 0; k < neighbor->nex_group; ++k) {
-    if (neighbor->ex1_group[k] == kAll)
-      excluded_groups |= neighbor->ex2_bit[k];
-    else if (neighbor->ex2_group[k] == kAll)
-      excluded_groups |= neighbor->ex1_bit[k];
-    else
-      hides_pairs = true;
+  for (const auto& [first, second] : excluded_.groups) {
+    if (first == all) excluded_groups |= second;
+    if (second == all) excluded_groups |= first;
+  }
+
+  // A group with all other atoms of the model has the meaning of `all`.
+  int masks[2] = {0, 0};  // the groups that lack some of these atoms; those that have some
+  for (int k = 0; k < list->inum; ++k) {
+    const int mask = atom->mask[list->ilist[k]];
+    if (mask & excluded_groups) continue;
+    masks[0] |= ~mask;
+    masks[1] |= mask;
+  }
+  if (!excluded_.groups.empty() || excluded_.molecules)
+    MPI_Allreduce(MPI_IN_PLACE, masks, 2, MPI_INT, MPI_BOR, world);
+  const int whole = ~masks[0], some = masks[1];
+  if (whole_groups_ == 0 && some) whole_groups_ = whole;
+  bool hides_pairs = excluded_.molecules & some;
+  for (const auto& [first, second] : excluded_.groups) {
+    if (first == all || second == all) continue;
+    // Otherwise the energies of lone atoms would come and go.
+    if (some && (whole ^ whole_groups_) & (first | second))
+      throw std::domain_error(
+          "expected groups of neigh_modify exclude that have all atoms of the model in the whole "
+          "run or never, got one that changes. Exclude types in place of groups");
+    if (first & whole) excluded_groups |= second;
+    if (second & whole) excluded_groups |= first;
+    hides_pairs |= !((first | second) & whole) && first & some && second & some;
   }
 
   const auto excludes = [&](int i, int j) {
-    return neighbor->nex_type > 0 && model_type_[j] >= 0 && neighbor->ex_type[i][j];
+    const auto& pairs = excluded_.types;
+    return model_type_[j] >= 0 && (std::count(pairs.begin(), pairs.end(), std::pair(i, j)) ||
+                                   std::count(pairs.begin(), pairs.end(), std::pair(j, i)));
   };
   std::vector<bool> is_excluded(ntypes + 1, true);
   for (int i = 1; i <= ntypes; ++i)
@@ -307,6 +357,18 @@ void PairCalcOps::find_centres() {
         "lack these pairs");
 }
 
+// LAMMPS's list for the model has the atoms that had its types when the list was made.
+void PairCalcOps::refuse_new_atoms() const {
+  if (neighbor->includegroup) return;  // the list has the atoms of this group
+  const auto atoms = std::count_if(atom->type, atom->type + atom->nlocal,
+                                   [this](int type) { return model_type_[type] >= 0; });
+  if (atoms > list->inum)
+    throw std::domain_error(
+        fmt::format("expected a new list after a change of types, since {} atoms have types of the "
+                    "model, got {} in the old one",
+                    atoms, list->inum));
+}
+
 void PairCalcOps::compute(int eflag, int vflag) {
   if (!is_initialized_)
     error->all(FLERR,
@@ -317,9 +379,19 @@ void PairCalcOps::compute(int eflag, int vflag) {
   operator_seconds = 0;
   // In steps in which LAMMPS needs the energy, such as those of thermo output, and for `fix pair`.
   const bool deviations = models_.size() > 1 && (eflag_global || deviations_wanted_);
-  if (neighbor->ago == 0 && passes_messages()) refuse_few_ghosts();
+  if (!list_step_) {
+    refuse_lost_pairs();
+    copy_exclusions();
+  }
+  // LAMMPS may have made a list while `pair_modify compute no` held.
+  const bool is_new_list = neighbor->ago == 0 || list_step_ != neighbor->lastcall;
+  list_step_ = neighbor->lastcall;
+  if (is_new_list && passes_messages()) refuse_few_ghosts();
+  // After `set type`, a run with `pre no` starts with the old types of ghosts.
+  if (neighbor->ago > 0 && update->ntimestep == update->firststep + 1) comm->forward_comm(this);
   try {
-    if (neighbor->ago == 0) {
+    refuse_new_atoms();
+    if (is_new_list) {
       const Stopwatch of_rows(rows);
       build_blocks();
     }
@@ -705,6 +777,15 @@ void PairCalcOps::add(Block& block) {
     for (int c = 0; c < 9; ++c) virials_[9 * k + c] += W.const_data_ptr<double>()[c];
   }
   block.results.clear();
+}
+
+int PairCalcOps::pack_forward_comm(int n, int* atoms, double* buffer, int, int*) {
+  for (int k = 0; k < n; ++k) buffer[k] = atom->type[atoms[k]];
+  return n;
+}
+
+void PairCalcOps::unpack_forward_comm(int n, int first, double* buffer) {
+  std::copy_n(buffer, n, &atom->type[first]);
 }
 
 int PairCalcOps::pack_reverse_comm(int n, int first, double* buffer) {

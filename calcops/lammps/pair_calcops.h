@@ -9,7 +9,9 @@
 // their mean measure the error. README.md says how to build and run it.
 #pragma once
 
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "model.h"
@@ -27,6 +29,8 @@ class PairCalcOps : public Pair {
   void init_style() override;
   double init_one(int i, int j) override;
   void compute(int eflag, int vflag) override;
+  int pack_forward_comm(int n, int* atoms, double* buffer, int pbc_flag, int* pbc) override;
+  void unpack_forward_comm(int n, int first, double* buffer) override;
   int pack_reverse_comm(int n, int first, double* buffer) override;
   void unpack_reverse_comm(int n, int* atoms, double* buffer) override;
   void* extract(const char* name, int& dimensions) override;
@@ -76,7 +80,10 @@ class PairCalcOps : public Pair {
     return !passes_messages() && (models_[0].device.is_cuda() || models_[0].takes_order);
   }
   void forget_types();
+  void copy_exclusions();
   void find_centres();
+  void refuse_lost_pairs() const;
+  void refuse_new_atoms() const;
   void refuse_weighted_bonds() const;
   void refuse_few_ghosts() const;
   [[noreturn]] void refuse_coincidence(int i, int j) const;
@@ -98,7 +105,15 @@ class PairCalcOps : public Pair {
   std::vector<Model> models_;
   std::vector<int64_t> model_type_;  // of LAMMPS's types, which start from 1; -1: NULL
   bool is_initialized_ = false;      // for these models and types, by init_style()
-  std::vector<int> centres_;         // this rank's own atoms that the model gets
+  std::optional<bigint> list_step_;  // of the list that blocks_ have; none since init_style()
+  // What `neigh_modify exclude` excludes in this run.
+  struct {
+    std::vector<std::pair<int, int>> types;
+    std::vector<std::pair<int, int>> groups;  // their bits
+    int molecules = 0;                        // the bits of their groups
+  } excluded_;
+  int whole_groups_ = 0;      // bits of groups with all atoms of the model; 0: not known
+  std::vector<int> centres_;  // this rank's own atoms that the model gets
   std::vector<Block> blocks_;
   std::vector<int64_t> sel_;      // of the models, the least for each type; empty: no limit
   std::vector<double> shortest_;  // of the models, the longest for each two types

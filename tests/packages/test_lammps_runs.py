@@ -30,6 +30,11 @@ TWO = {"epsilon": [1.0, 0.7], "sigma": [1.0, 1.1], "type_names": ("A", "B")}
 SWAPPED = {"epsilon": [0.7, 1.0], "sigma": [1.1, 1.0], "type_names": ("B", "A")}
 OWN = "pair_style lj/cut 2.5\npair_coeff 1 1 1.0 1.0\npair_coeff 2 2 0.7 1.1\n"
 OURS = "pair_style calcops two.pt\npair_coeff * * A B\n"
+HYBRID = """pair_style hybrid calcops two.pt lj/cut 2.5
+pair_coeff * * calcops A NULL
+pair_coeff 1*2 2 lj/cut 0.8 1.1
+"""
+FIRST = "group first type 1\n"
 HIDDEN = "neigh_modify exclude hides pairs from the model"
 
 
@@ -137,9 +142,7 @@ def test_fix_sgcmc_changes_types_between_two_lists(lammps):
 
 
 def test_a_type_that_the_model_does_not_get_in_an_old_list_is_an_error(lammps):
-    hybrid = "pair_style hybrid calcops two.pt lj/cut 2.5\npair_coeff * * calcops A NULL\n"
-    hybrid += "pair_coeff 1*2 2 lj/cut 0.8 1.1\n"
-    script = crystal(3) + hybrid + "run 0\nset group all type 2\nrun 1 pre no\n"
+    script = crystal(3) + HYBRID + "run 0\nset group all type 2\nrun 1 pre no\n"
     printed = lammps(script, fails=True)
     assert "since the model does not get type 2" in re.sub(r"\s+", " ", printed)
 
@@ -165,3 +168,87 @@ def test_another_model_needs_pair_coeff_and_then_gives_the_same_energy(lammps):
 def test_a_run_with_pre_no_is_an_error_after_the_types_have_changed(lammps, command):
     script = crystal(3) + OURS + f"run 0\n{command}\nrun 1 pre no\n"
     assert "a run without `pre no`" in re.sub(r"\s+", " ", lammps(script, fails=True))
+
+
+# ---- commands before a run with `pre no` --------------------------------------------------------
+
+
+@pytest.mark.parametrize("exclude", ["group second all", "type 1 1", "molecule/intra second"])
+def test_an_exclusion_before_a_run_with_pre_no_counts_from_the_next_run(lammps, exclude):
+    def totals(style):
+        script = (
+            crystal(3).replace("units lj\n", "units lj\natom_style molecular\n") + style + THERMO
+        )
+        script += "neigh_modify delay 0 every 1 check no\nfix move all nve\nrun 2\n"
+        for command in (exclude, "group second second"):
+            script += f"neigh_modify exclude {command}\nrun 2 pre no\n"
+        return tables(lammps(script + "run 0\n"))
+
+    own = totals("comm_modify cutoff 2.9\n" + OWN)
+    ours = totals("comm_modify cutoff 2.9\n" + OURS)
+    for found, expected in zip(ours, own, strict=True):
+        assert difference(found, expected) <= 1e-10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ghosts_have_the_types_of_a_set_command_in_a_run_with_pre_no(lammps, ranks):
+    script = (
+        crystal(6)
+        + OURS
+        + THERMO
+        + "fix move all nve/noforce\nrun 0\nset group second type 1\nrun 2"
+    )
+    expected, found = (tables(lammps(script + pre + "\n", ranks))[1] for pre in ("", " pre no"))
+    assert difference(found[-1], expected[-1]) <= 1e-10
+
+
+def test_a_type_that_the_model_gets_only_after_the_old_list_is_an_error(lammps):
+    script = crystal(3) + HYBRID + "run 0\nset atom 1 type 1\nset atom 2 type 1\nrun 1 pre no\n"
+    assert "have types of the model, got" in re.sub(r"\s+", " ", lammps(script, fails=True))
+
+
+def test_a_list_that_was_made_while_the_model_did_not_compute_is_taken(lammps):
+    script = crystal(6) + "pair_style hybrid/overlay calcops two.pt zero 2.5\n"
+    script += "pair_coeff * * calcops A B\npair_coeff * * zero\n" + THERMO
+    script += "neigh_modify delay 0 every 2 check no\nfix move all nve/noforce\nrun 0\n"
+    script += "pair_modify pair calcops compute no\nvelocity all scale 40.0\nrun 8\n"
+    script += "pair_modify pair calcops compute yes\nrun 1 pre no\nrun 0\n"
+    *_, found, expected = tables(lammps(script))
+    assert difference(found[-1], expected[-1]) <= 1e-10
+
+
+# ---- a hybrid style -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "exclude", ["group second second", "group first second", "molecule/intra second", "type 2 2"]
+)
+def test_exclusions_that_leave_the_models_pairs_are_not_warned_of(lammps, exclude):
+    script = crystal(3).replace("units lj\n", "units lj\natom_style molecular\n") + FIRST + HYBRID
+    printed = lammps(script + f"neigh_modify exclude {exclude}\nrun 0\n")
+    assert HIDDEN not in printed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("exclude", ["group first first", "group all first", "type 1 1"])
+def test_a_group_with_all_atoms_of_the_model_is_excluded_like_their_types(lammps, exclude, ranks):
+    script = crystal(3) + FIRST + HYBRID.replace("two.pt", "lone.pt")
+    script += "compute model all pair calcops\nthermo_style custom step c_model\n"
+    printed = lammps(script + f"neigh_modify exclude {exclude}\nrun 0\n", ranks)
+    assert HIDDEN not in printed
+    assert tables(printed)[0][:, 1] == 0
+
+
+def test_a_group_that_gets_all_atoms_of_the_model_or_not_in_a_run_is_an_error(lammps):
+    script = crystal(3) + FIRST + HYBRID + "neigh_modify exclude group first first\n"
+    script += "fix gas all deposit 1 1 1 4711 region box near 0.2\n"
+    assert "Exclude types" in re.sub(r"\s+", " ", lammps(script + "run 2\n", fails=True))
+
+
+def test_pairs_that_a_later_pair_coeff_takes_from_the_model_are_an_error(lammps):
+    hybrid = "pair_style {} calcops two.pt lj/cut 2.5\npair_coeff * * calcops A B\n"
+    script = crystal(3) + hybrid + "pair_coeff 1 {} lj/cut 0.8 1.1\nrun 0\n"
+    for second in (1, 2):
+        printed = lammps(script.format("hybrid", second), fails=True)
+        assert f"gives types 1 and {second} to another style" in re.sub(r"\s+", " ", printed)
+    lammps(script.format("hybrid/overlay", 1))
