@@ -22,7 +22,16 @@ from calcops.train import loop  # noqa: E402
 from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
 from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
-from calcops.train.trainer import Data, Squares, Trainer, kRates, kRatesOfStart, loss_weights  # noqa: E402
+from calcops.train.trainer import (  # noqa: E402
+    Data,
+    Squares,
+    Trainer,
+    errors_of,
+    kRates,
+    kRatesOfStart,
+    loss_weights,
+    squares_of,
+)
 from matplotlib.axes import Axes  # noqa: E402
 from structures import labelled  # noqa: E402
 
@@ -344,6 +353,17 @@ def test_frames_of_a_batch_have_the_errors_that_they_have_alone(alloys):
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-10, atol=0)
     assert frames["virial"][numbers].isnan().any()
     assert together.isfinite().all()
+
+
+def test_errors_are_means_over_frames_and_over_atoms(alloys):
+    model, _ = first_model(alloys, options_for())
+    data = Data(frames_of(alloys, model.type_names), model)
+    squares = Squares(model)
+    of_energy, of_force, of_virial = (error for _, error in squares.differences(*data[:]))
+    assert len(set(map(len, alloys))) > 1
+    expected = [of_energy, of_force, of_virial[~of_virial.isnan()]]
+    expected = [error.square().mean().sqrt().item() for error in expected]
+    np.testing.assert_allclose(errors_of(squares_of(squares, data), data.counts), expected)
 
 
 def test_environments_computed_for_each_batch_give_the_same_errors(alloys, monkeypatch):
