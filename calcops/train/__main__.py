@@ -121,8 +121,13 @@ def arguments():
     add("--neurons", type=int, help="of the net of each element; default: 40")
 
     add = parser.add_argument_group("the training").add_argument
-    add("--steps", type=int, default=40000)
-    add("--batch", type=int, default=kBatch, help="the least number of atoms of a step's frames")
+    add("--steps", type=int, default=40000, help="default: 40000")
+    add(
+        "--batch",
+        type=int,
+        default=kBatch,
+        help=f"the least number of atoms in the frames of a step; default: {kBatch}",
+    )
     add(
         "--rates",
         type=float,
