@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
-from bench_nep_lammps import ATOMS, ENVIRONMENT, build_plugin, run_lammps, write_data
+from bench_nep_lammps import ATOMS, ENVIRONMENT, ROOT, build_plugin, run_lammps, write_data
 from calcops.ase import CalcOps
 from calcops.potentials import load
 from calcops.train import __main__ as command
@@ -40,7 +40,6 @@ from calcops.train.neighbours import neighbours, pair_vectors
 from calcops.train.trainer import Data, Trainer
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = {"deep-potential": "Deep Potential", "nep": "NEP"}
 ROUND = 20  # steps
 

@@ -56,8 +56,10 @@ kSwallowed = re.compile(r"(lattice|pbc|properties|energy|virial|stress|weight)\s
 kJoint = "\u203f"
 
 # Arrays of DeePMD-kit that change the model or the loss, and words of labels under other names.
-kRefused = ("spin", "fparam", "aparam", "atom_pref", "numb_copy")
-kRefused += ("energy", "force", "virial", "stress", "weight", "cell", "box")
+kRefused = (
+    *("spin", "fparam", "aparam", "atom_pref", "numb_copy"),
+    *("energy", "force", "virial", "stress", "weight", "cell", "box"),
+)
 
 
 def read(paths, keys=None, has_all_keys=True):

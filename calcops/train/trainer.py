@@ -13,6 +13,7 @@ from calcops.train.neighbours import neighbours, pair_vectors
 from calcops.train.weights import least_energies
 from torch import distributed
 from torch.func import functional_call
+from torch.nn.functional import pad
 
 # What energy per atom, force and virial per atom add to the loss if all of them are as wrong as
 # their labels vary.
@@ -31,6 +32,9 @@ kUnlimited = 20  # steps before the first limit
 kClip = 3.0  # the largest norm of a gradient, in units of the median
 kGrowth = 2.0  # of the median loss of a window, in units of that at the start: a divergence
 kFirstBatches = 50  # whose median loss is that at the start
+
+# What a checkpoint has beside the state and the settings.
+kSaved = "history", "divergences", "records", "order", "start_loss", "good"
 
 # The components xx, yy, zz, xy, yz and zx of a virial, whose mean square is in GPUMD's loss.out.
 kRows = 0, 1, 2, 0, 1, 2
@@ -171,12 +175,9 @@ def joined(tensors):
     if tensors[0].dim() == 2:
         return torch.cat(tensors, 1)
     slots = max(tensor.shape[2] for tensor in tensors)
-    padded = []
-    for tensor in tensors:
-        new = list(tensor.shape)
-        new[2] = slots - tensor.shape[2]
-        value = 0 if tensor.is_floating_point() else -1
-        padded.append(torch.cat([tensor, tensor.new_full(new, value)], 2) if new[2] else tensor)
+    empty = 0 if tensors[0].is_floating_point() else -1
+    of_others = [0, 0] * (tensors[0].dim() - 3)
+    padded = [pad(x, [*of_others, 0, slots - x.shape[2]], value=empty) for x in tensors]
     return torch.cat(padded, 1)
 
 
@@ -344,6 +345,17 @@ class Trainer:
         rate = first + (last - first) * step / self.steps
         return rate / 2 ** len(self.divergences)
 
+    @property
+    def order(self):
+        """The state of the random numbers, and the frames that come next."""
+        return self.generator.get_state(), list(self.queue)
+
+    @order.setter
+    def order(self, order):
+        state, queue = order
+        self.generator.set_state(state)
+        self.queue = list(queue)
+
     def draw(self):
         """Return the numbers of the frames of the next batch; each comes once an epoch."""
         numbers = []
@@ -362,7 +374,7 @@ class Trainer:
         if not self.history:
             self.start_loss = self.median_loss(self.first_batches())
             self.good = self.state()
-        before = self.generator.get_state(), list(self.queue)
+        order = self.order
         numbers = self.draw()
         counts = self.data.counts[numbers].sum(0)
         factors = torch.tensor(self.weights).double() / self.data.natoms[numbers].sum()
@@ -373,8 +385,7 @@ class Trainer:
             )
             sums, *gradients = sum_of_processes([sums, *gradients])
         except BaseException:  # after Ctrl-C another process may have gone: a checkpoint follows
-            self.generator.set_state(before[0])
-            self.queue = before[1]
+            self.order = order
             raise
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
         if np.isfinite(norm):
@@ -396,14 +407,13 @@ class Trainer:
 
     def first_batches(self):
         """Return rows of the history for the next batches, with the parameters as they are."""
-        before = self.generator.get_state(), list(self.queue)
+        order = self.order
         rows = []
         for _ in range(kFirstBatches):
             numbers = self.draw()
             sums = self.squares(*self.data[numbers], create_graph=False).sum(0).cpu()
             rows.append([*(sums / self.data.counts[numbers].sum(0)).tolist(), 0.0])
-        self.generator.set_state(before[0])
-        self.queue = before[1]
+        self.order = order
         return rows
 
     def median_loss(self, rows):
@@ -446,10 +456,8 @@ class Trainer:
 
     def save(self, path):
         """Write a checkpoint: the state, what was done and the random numbers."""
-        names = "history", "divergences", "records", "queue", "start_loss", "good"
-        state = {name: getattr(self, name) for name in names} | self.state()
-        state |= {"generator": self.generator.get_state(), "settings": self.settings()}
-        save_whole(state, path)
+        state = {name: getattr(self, name) for name in kSaved} | self.state()
+        save_whole(state | {"settings": self.settings()}, path)
 
     def resume(self, path):
         """Continue from a checkpoint.
@@ -469,9 +477,8 @@ class Trainer:
             if saved[name] != value:
                 raise ValueError(f"its {name} is {saved[name]}, not {value}")
         self.set_state(state)
-        for name in ("history", "divergences", "records", "queue", "start_loss", "good"):
+        for name in kSaved:
             setattr(self, name, state[name])
-        self.generator.set_state(state["generator"])
 
 
 def limit_of(history):
