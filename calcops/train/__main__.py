@@ -277,6 +277,8 @@ def check(options):
     for name in sizes:
         if not getattr(options, name) > 0:
             raise ValueError(f"expected --{name} > 0, got {getattr(options, name)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("expected a GPU for --device cuda, got none")
     check_rates(options)
     if not 0 < options.held_out < 1:
         raise ValueError(f"expected --held-out between 0 and 1, got {options.held_out:g}")

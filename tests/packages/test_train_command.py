@@ -823,6 +823,12 @@ def test_wrong_options_are_refused_with_the_reason(words, message, alloys, run):
         run(alloys, *words.split())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_absent_is_named(run):
+    with pytest.raises(ValueError, match="expected a GPU for --device cuda, got none"):
+        run("frames.extxyz", "--device", "cuda")
+
+
 def test_files_that_cannot_be_used_are_refused_with_the_reason(run):
     with pytest.raises(ValueError, match="expected a file or a folder of frames, got none.xyz"):
         run("none.xyz")
