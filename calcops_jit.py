@@ -61,7 +61,8 @@ def load(
     extra_include_paths: _Paths | None = None,
     *,
     verbose: bool = False,
-    with_cuda: bool | None = None,
+    with_cuda: bool | str | None = None,
+    native: bool = False,
     check: bool = False,
     **torch_options,
 ) -> Library:
@@ -73,16 +74,21 @@ def load(
     Args:
         name: name of the library; also the macro TORCH_EXTENSION_NAME and the namespace of its
             contracts. It is none of PyTorch's own namespaces.
-        sources: paths of .cpp and .cu files. A .c file is compiled as C++.
+        sources: paths of .cpp and .cu files. A .c file is compiled as C++. A folder stands for all
+            sources in it and in its folders, and is searched for headers.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
             split into words as a shell would. A list is passed on as torch does, so a flag in it
-            that contains a space needs quotes of its own. at::parallel_for is a plain loop unless
-            -fopenmp is in extra_cflags and in extra_ldflags.
+            that contains a space needs quotes of its own.
         extra_cuda_cflags: flags for nvcc, after -O3.
         extra_ldflags: flags for the linker, objects and archives.
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
-        with_cuda: build for CUDA; default: if there is a .cu source.
+        with_cuda: build for CUDA; default: if there is a .cu source. "auto": as the project's
+            operators, if CALCOPS_CUDA, a GPU or TORCH_CUDA_ARCH_LIST asks for it. Otherwise .cu
+            sources are left out, and a contract's operator says for a CUDA tensor why.
+        native: compile as the project's operators: for this machine's processor, with OpenMP, -Wall
+            and CALCOPS_CFLAGS. Without it, at::parallel_for is a plain loop unless -fopenmp is in
+            extra_cflags and in extra_ldflags.
         check: make an index that is out of bounds an error of the call. This is for views of a
             contract's kernels, and slower. The same call with another `check` exchanges the
             kernels of the library in place.
@@ -165,7 +171,7 @@ def _import_operators() -> None:
     With CALCOPS_BUILD=0, `_problem` says why they are missing.
     """
     global _own, _problem
-    _own = library.obtain(request.own(), build=os.environ.get("CALCOPS_BUILD", "1") != "0")
+    _own = library.obtain(request.own(), may_build=os.environ.get("CALCOPS_BUILD", "1") != "0")
     if _own is None:
         _problem = BuildError(
             "calcops_jit: not built, because CALCOPS_BUILD=0; python -m calcops_jit build"

@@ -4,9 +4,9 @@ ninja compiles only what was edited. It compares times, which is not enough: a h
 have an older time. So the objects of files whose contents changed are removed before ninja runs. If
 anything else changed, such as the compiler or a header that appeared, the folder is emptied.
 
-    <slot>/build.<digest of the sources' folder>/
+    <entry>/build.<machine>.<digest of the sources' folder>/
         .unfinished          exists while a build runs; it outlives a killed one
-        .record              from which contents the objects were compiled
+        .objects              from which contents the objects were compiled
         c++                  the compiler's command, a script
         build.ninja, *.o     of torch and ninja
 """
@@ -21,7 +21,7 @@ import shutil
 import torch
 
 from . import cache
-from .cache import Generation
+from .cache import Build
 from .child import Child, Ended, end_with_compilers
 from .compile import (
     LINKER_DEPENDENCIES,
@@ -33,32 +33,31 @@ from .compile import (
     linked,
     targets,
 )
-from .inputs import Changed, Inputs, digest, paths_in_flags, place_of, record, state_of
+from .inputs import Changed, Inputs, digest, inputs_of, paths_in_flags, place_of, state_of
 from .messages import Progress, explain, report, say, warnings_of
-from .processor import levels
 from .registration import described
-from .request import SHADOW, Request, own, runtime
+from .request import OPERATORS, SHADOW, Request, runtime
 
-_KEPT = 4  # folders of builds in a slot
+_KEPT = 4  # folders of builds in an entry
 _MAX_WARNINGS = 3
 
 
-def built(request: Request, reasons: list[str]) -> Generation:
+def built(request: Request, reasons: list[str]) -> Build:
     """Build a library, once for all processes.
 
     `reasons` say why the last build does not fit; the first is shown while the compilers run.
     BuildError: it cannot be built or loaded.
     """
     try:
-        with cache.locked_slot(request, lambda slot: progress(_folder(request, slot))) as slot:
+        with cache.locked_entry(request, lambda entry: progress(_folder(request, entry))) as entry:
             # Another process may have built it meanwhile.
-            return cache.find(request, reasons) or _built_in(slot, request, reasons)
+            return cache.find(request, reasons) or _built_in(entry, request, reasons)
     except OSError as error:
         raise explain(f"cannot build {request.name}", str(error)) from None
 
 
-def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
-    """Build a library in a locked slot, load it in a child, and publish it."""
+def _built_in(entry: str, request: Request, reasons: list[str]) -> Build:
+    """Build a library in a locked entry, load it in a child, and publish it."""
     for cause, evidence, fix in foresee(request):
         raise report(f"cannot build {request.name}: {cause}", [evidence], fix)
     choice = request.cuda
@@ -67,10 +66,10 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
         say(f"{choice.gpus[0]} is here, but {reason}; building for the CPU")
     occasion = reasons[0].rpartition("/")[2] if reasons else "first time only"
     title = f"building {request.name} ({occasion})"
-    log = f"{slot}/failed.log"
-    folder = _folder(request, slot)
+    folder = _folder(request, entry)
+    log = _log(folder)
     with (
-        Child(lambda: _build(request, slot), log) as child,
+        Child(lambda: _build(request, entry), log) as child,
         Progress(title, lambda: progress(folder)) as shown,
     ):
         try:
@@ -84,17 +83,17 @@ def _built_in(slot: str, request: Request, reasons: list[str]) -> Generation:
                     print(file.read(), end="", flush=True)
         warnings = _warnings(request, log)
         registered = _registered(request, product, inputs, log)
-        generation = cache.publish(slot, product, request, inputs, registered)
+        build = cache.publish(entry, product, request, inputs, registered)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
     for line in warnings:
         say(line)
     cache.remove(log)
-    return generation
+    return build
 
 
 def _warnings(request: Request, log: str) -> list[str]:
     """Return the first warnings of the compilers about a user's sources."""
-    if request.asked is None:
+    if request.asked is None or request.root == OPERATORS:
         return []
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = warnings_of(file.read())
@@ -107,9 +106,6 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
     """Load a library in a child process. Return what it registers, for its manifest."""
     if product.endswith(".a"):
         return {}
-    if request.level and request.level not in levels():  # this processor cannot run it
-        other = cache.find(own(choice=request.cuda, level=levels()[0]))
-        return {key: other.manifest[key] for key in ("operators", "direct", "extends")}
 
     def load() -> dict:
         return described(request, product, inputs)
@@ -150,9 +146,9 @@ def progress(folder: str) -> str:
 
 def last_read(request: Request) -> set[str]:
     """Return the files that the last build has read, which may have failed."""
-    folder = _folder(request, f"{cache.folder()}/{request.slot}")
+    folder = _folder(request, f"{cache.folder()}/{request.entry}")
     with contextlib.suppress(*cache.UNFIT):
-        files = cache.read_record(f"{folder}/.record")["inputs"]["files"]
+        files = cache.read_checked(f"{folder}/.objects")["inputs"]["files"]
         return set(map(request.unfold, files))
     return set()
 
@@ -160,11 +156,11 @@ def last_read(request: Request) -> set[str]:
 # ---- in the child --------------------------------------------------------------------------------
 
 
-def _build(request: Request, slot: str) -> tuple[str, Inputs]:
+def _build(request: Request, entry: str) -> tuple[str, Inputs]:
     """Compile what changed, and link. Return (path of what was built, inputs)."""
     end_with_compilers()
     try:
-        folder = _fresh(_folder(request, slot))
+        folder = _fresh(_folder(request, entry))
         for _ in range(3):
             # Another thread may have changed variables while this build waited for a lock. Each
             # round begins with the variables in the request's facts.
@@ -188,9 +184,21 @@ def _build(request: Request, slot: str) -> tuple[str, Inputs]:
     raise report(what, [evidence], fix)
 
 
-def _folder(request: Request, slot: str) -> str:
-    """Return the folder of builds. Each checkout has its own, so that a switch compiles little."""
-    return f"{slot}/build.{digest(os.fsencode(request.root))[:8]}"
+def _folder(request: Request, entry: str) -> str:
+    """Return the folder of builds.
+
+    Each checkout has its own, so that a switch compiles little. Each machine has its own, because
+    it may not see another machine's lock on a network file system. The kernel's id of its start is
+    the same in all containers of a machine.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        machine = digest(file.read().encode())[:8]
+    return f"{entry}/build.{machine}.{digest(os.fsencode(request.root))[:8]}"
+
+
+def _log(folder: str) -> str:
+    """Return the path of the compilers' output in the last build that failed."""
+    return f"{os.path.dirname(folder)}/failed.{folder.rpartition('/build.')[2]}.log"
 
 
 def _fresh(folder: str) -> str:
@@ -203,17 +211,44 @@ def _fresh(folder: str) -> str:
         names = set(os.listdir(folder)) if os.path.isdir(folder) else {".unfinished"}
         if ".unfinished" in names or not all(os.path.isfile(f"{folder}/{n}") for n in names):
             os.rename(folder, f"{folder}.killed.{os.urandom(4).hex()}")
+    machine, _, checkout = folder.rpartition(".")
+    others = glob.glob(f"{glob.escape(os.path.dirname(folder))}/build.*")
+    others.sort(key=_time_of_use, reverse=True)
+    if not os.path.exists(folder):
+        _copy_objects([path for path in others if path.endswith(f".{checkout}")], folder)
     os.makedirs(folder, exist_ok=True)
     os.utime(folder)
-    folders = glob.glob(f"{glob.escape(os.path.dirname(folder))}/build.*")
-    folders.sort(key=os.path.getmtime, reverse=True)
-    for i, other in enumerate(folders):
-        if i >= _KEPT or ".killed." in other:
+    for i, other in enumerate(path for path in others if path != folder):
+        is_mine = other.startswith(f"{machine}.")
+        # Another machine may build in its folder.
+        is_needed = i < _KEPT - 1 or (not is_mine and os.path.exists(f"{other}/.unfinished"))
+        if ".killed." in other or not is_needed:
             cache.remove(other)
+            cache.remove(_log(other))
     return folder
 
 
-def _runtime(request: Request, folder: str) -> list[Generation]:
+def _copy_objects(folders: list[str], new: str) -> None:
+    """Copy the newest of other machines' folders, as after a restart of this machine.
+
+    The other machine may write to it meanwhile. But each object is compared with its state before
+    it is linked, and the copy has no file `.unfinished`.
+    """
+    for folder in folders[:1]:
+        try:
+            shutil.copytree(folder, new, ignore=shutil.ignore_patterns(".unfinished"))
+        except (shutil.Error, OSError):
+            cache.remove(new)
+
+
+def _time_of_use(folder: str) -> float:
+    """Return the time of the last build in a folder; 0 if another process has removed it."""
+    with contextlib.suppress(OSError):
+        return os.path.getmtime(folder)
+    return 0.0
+
+
+def _runtime(request: Request, folder: str) -> list[Build]:
     """Return the units of the runtime. If one must be compiled, so are the sources meanwhile.
 
     Sources without contracts do not wait for the larger unit. It is linked if it is there.
@@ -236,7 +271,7 @@ def _runtime(request: Request, folder: str) -> list[Generation]:
         return [small.result()]
 
 
-def _unit(name: str, folder: str) -> Generation:
+def _unit(name: str, folder: str) -> Build:
     """Return a unit of the runtime, and copy it to a folder, because `clean` may remove it."""
     unit = built(runtime(name), [])
     shutil.copyfile(unit.path, f"{folder}/{os.path.basename(unit.path)}")
@@ -261,13 +296,13 @@ def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, I
     read = set().union(*(files for _, files in objects.values()))
     # The runtime has inputs of its own, which merged() adds.
     read = {path for path in read if not path.startswith(f"{folder}/")}
-    inputs = record(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
+    inputs = inputs_of(request, read, before, os.stat(f"{folder}/.unfinished").st_ctime_ns)
     # After a failure, too, because some sources may have been compiled.
     fields = {"facts": request.facts, "inputs": vars(inputs), "objects": objects}
-    cache.write_record(f"{folder}/.record", fields)
+    cache.write_checked(f"{folder}/.objects", fields)
     cache.remove(f"{folder}/.unfinished")
     if failure:
-        log = f"{os.path.dirname(folder)}/failed.log"
+        log = _log(folder)
         with open(log, encoding="utf-8", errors="replace") as file:
             output = file.read()
         raise explain(f"cannot build {request.name}", f"{output}\n{failure}", log)
@@ -284,7 +319,7 @@ def _up_to_date(request: Request, folder: str) -> tuple[dict[str, str], dict[str
     objects: dict[str, list] = {}
     changed: set[str] = set()
     with contextlib.suppress(*cache.UNFIT):
-        fields = cache.read_record(f"{folder}/.record")
+        fields = cache.read_checked(f"{folder}/.objects")
         last = Inputs(**fields["inputs"])
         last.check_others(request)
         changed.update(last.changed_files(request))

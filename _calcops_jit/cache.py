@@ -1,14 +1,14 @@
 """The cache: built libraries on disk.
 
-    <cache>/<name>-<digest of the request's facts>/     a slot
-        lock                 locked (flock) by the process that builds here
-        build.<digest>/      where torch and ninja build (build.py), one for each checkout
-        failed.log           the compilers' output in the last build that failed
-        <digest>/            a generation: one complete build, named by the digest of its contents
-            <name>.so        the library
-            manifest         its record: facts, digest, operators, inputs
+    <cache>/<name>-<digest of the request's facts>/     an entry
+        lock                     locked (flock) by the process that builds here
+        build.<machine>.<root>/  where torch and ninja build (build.py)
+        failed.<...>.log         the compilers' output in the last build there that failed
+        <digest>/                a build, named by the digest of its contents
+            <name>.so            the library
+            manifest             its facts, digest, operators and inputs
 
-A generation appears by one rename, is never written to, and is loaded only after its bytes were
+A build appears by one rename, is never written to, and is loaded only after its bytes were
 compared with the manifest. So a process that is killed at any moment leaves nothing half-done.
 """
 
@@ -32,16 +32,16 @@ from .messages import Progress, report
 from .request import Request
 
 _POLL_S = 0.1  # between two looks at a lock
-_KEPT = 8  # generations of a slot; the least recently used ones beyond these are removed
-# The exceptions of a generation that is stale, damaged or unreadable.
+_KEPT = 8  # builds of an entry; the least recently used ones beyond these are removed
+# The exceptions of a build that is stale, damaged or unreadable.
 UNFIT = (Changed, OSError, ValueError, KeyError, TypeError)
 
 
-class Generation(SimpleNamespace):
+class Build(SimpleNamespace):
     """A complete build whose bytes were verified."""
 
     path: str  # of the library
-    digest: str  # the generation's name
+    digest: str  # the build's name
     manifest: dict
     inputs: Inputs
 
@@ -74,41 +74,41 @@ def _without_home() -> str:
 # ---- finding -------------------------------------------------------------------------------------
 
 
-def find(request: Request, reasons: list[str] | None = None) -> Generation | None:
+def find(request: Request, reasons: list[str] | None = None) -> Build | None:
     """Return a build of the request whose inputs have not changed, or None.
 
     Why other builds do not fit is appended to `reasons`.
     """
-    for i, path in enumerate(generations(f"{folder()}/{request.slot}")):
+    for i, path in enumerate(builds(f"{folder()}/{request.entry}")):
         try:
-            generation = checked(path, request)
+            build = checked(path, request)
         except UNFIT as problem:
             if reasons is not None:
                 reasons.append(str(problem))
             continue
         if i > 0:
             with contextlib.suppress(OSError):  # somebody else's cache is only read
-                os.utime(f"{path}/manifest")  # the time of last use, which sorts generations
-        return generation
+                os.utime(f"{path}/manifest")  # the time of last use, which sorts builds
+        return build
     return None
 
 
-def generations(slot: str) -> list[str]:
-    """Return the folders of a slot's generations, the last used first."""
-    paths = map(os.path.dirname, glob.glob(f"{glob.escape(slot)}/*/manifest"))
+def builds(entry: str) -> list[str]:
+    """Return the folders of an entry's builds, the last used first."""
+    paths = map(os.path.dirname, glob.glob(f"{glob.escape(entry)}/*/manifest"))
     return sorted(paths, key=_last_use, reverse=True)
 
 
 def _last_use(path: str) -> float:
-    """Return the time of the last use of a generation; 0 if another process has removed it."""
+    """Return the time of the last use of a build; 0 if another process has removed it."""
     with contextlib.suppress(OSError):
         return os.path.getmtime(f"{path}/manifest")
     return 0.0
 
 
-def checked(path: str, request: Request) -> Generation:
-    """Return the generation in a folder. UNFIT: it is stale, damaged or unreadable."""
-    manifest = read_record(f"{path}/manifest")
+def checked(path: str, request: Request) -> Build:
+    """Return the build in a folder. UNFIT: it is stale, damaged or unreadable."""
+    manifest = read_checked(f"{path}/manifest")
     inputs = Inputs(**manifest["inputs"])
     inputs.check(request)
     library = f"{path}/{request.product}"
@@ -116,11 +116,11 @@ def checked(path: str, request: Request) -> Generation:
         if digest_of_open(file.fileno()) != manifest["digest"]:
             raise ValueError(f"{library} is damaged")
     name = os.path.basename(path)
-    return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
+    return Build(path=library, digest=name, manifest=manifest, inputs=inputs)
 
 
-def read_record(path: str) -> dict:
-    """Return what write_record() has written. UNFIT: it cannot be used."""
+def read_checked(path: str) -> dict:
+    """Return what write_checked() has written. UNFIT: it cannot be used."""
     with _verified(path) as file:
         checksum, _, text = file.read().partition(b"\n")
     if checksum.decode(errors="replace") != digest(text):
@@ -141,11 +141,10 @@ def _verified(path: str):
 
 def newest(name: str) -> Iterator[dict]:
     """Yield the manifests of all builds of a name, the last used first."""
-    of_name = [slot for slot in slots() if os.path.basename(slot)[:-17] == name]
-    paths = [path for slot in of_name for path in generations(slot)]
+    paths = [path for entry in entries(name) for path in builds(entry)]
     for path in sorted(paths, key=_last_use, reverse=True):
         with contextlib.suppress(*UNFIT):
-            manifest = read_record(f"{path}/manifest")
+            manifest = read_checked(f"{path}/manifest")
             if manifest["facts"]["format"] and "asked" in manifest:
                 yield manifest
 
@@ -160,30 +159,30 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 @contextlib.contextmanager
-def locked_slot(
-    request: Request, progress: Callable[[str], str] = lambda slot: ""
+def locked_entry(
+    request: Request, progress: Callable[[str], str] = lambda entry: ""
 ) -> Iterator[str]:
-    """Make a request's slot, wait until this process alone has its lock, and yield its path.
+    """Make a request's entry, wait until this process alone has its lock, and yield its path.
 
-    Meanwhile it shows `progress(slot)`, the state of another process's build. The kernel releases
+    Meanwhile it shows `progress(entry)`, the state of another process's build. The kernel releases
     the lock when this process ends in any way. OSError: the cache cannot be written, or its file
     system has no locks.
     """
-    slot = f"{folder()}/{request.slot}"
-    if set("$:\n").intersection(slot):
-        raise OSError(errno.EINVAL, "ninja cannot quote this path", slot)
-    os.makedirs(slot, 0o755, exist_ok=True)
-    if not os.path.isfile(f"{slot}/lock"):
-        remove(f"{slot}/lock")
-    lock = os.open(f"{slot}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    entry = f"{folder()}/{request.entry}"
+    if set("$:\n").intersection(entry):
+        raise OSError(errno.EINVAL, "ninja cannot quote this path", entry)
+    os.makedirs(entry, 0o755, exist_ok=True)
+    if not os.path.isfile(f"{entry}/lock"):
+        remove(f"{entry}/lock")
+    lock = os.open(f"{entry}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:  # Ctrl-C may raise as soon as flock returns
         if not _locked(lock):
             title = f"waiting for another process, which builds {request.name}"
-            with Progress(title, lambda: progress(slot)) as shown:
+            with Progress(title, lambda: progress(entry)) as shown:
                 while not _locked(lock):
                     time.sleep(_POLL_S)
                     shown.update()
-        yield slot
+        yield entry
     finally:
         fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
         os.close(lock)
@@ -198,10 +197,8 @@ def _locked(lock: int) -> bool:
     return True
 
 
-def publish(
-    slot: str, product: str, request: Request, inputs: Inputs, registered: dict
-) -> Generation:
-    """Make a file that was built a generation of a locked slot.
+def publish(entry: str, product: str, request: Request, inputs: Inputs, registered: dict) -> Build:
+    """Move a file that was built to a locked entry, with its manifest.
 
     `registered` has what the loaded library registers (registration.described).
     """
@@ -216,23 +213,23 @@ def publish(
     }
     contents = [library_digest, vars(inputs)]
     name = digest(json.dumps(contents, sort_keys=True).encode())[:16]
-    path = f"{slot}/{name}"
+    path = f"{entry}/{name}"
     new = f"{os.path.dirname(product)}/new.{os.urandom(4).hex()}"
     os.mkdir(new, 0o755)
     os.chmod(product, 0o755)
     os.rename(product, f"{new}/{request.product}")
-    write_record(f"{new}/manifest", manifest)
+    write_checked(f"{new}/manifest", manifest)
     if os.path.lexists(path):  # it is damaged
         os.rename(path, f"{new}.old")
     os.rename(new, path)
     remove(f"{new}.old")
-    for old in generations(slot)[_KEPT:]:
+    for old in builds(entry)[_KEPT:]:
         remove(old)  # a process that has loaded it keeps it
     library = f"{path}/{request.product}"
-    return Generation(path=library, digest=name, manifest=manifest, inputs=inputs)
+    return Build(path=library, digest=name, manifest=manifest, inputs=inputs)
 
 
-def write_record(path: str, record: dict) -> None:
+def write_checked(path: str, record: dict) -> None:
     """Write a dictionary with the key "facts", and its digest."""
     text = json.dumps(record).encode()
     write_whole(path, digest(text).encode() + b"\n" + text)
@@ -259,36 +256,37 @@ def remove(path: str) -> None:
 # ---- the whole cache -----------------------------------------------------------------------------
 
 
-def slots() -> list[str]:
-    """Return the paths of all slots."""
-    return sorted(glob.glob(f"{glob.escape(folder())}/*-{'[0-9a-f]' * 16}"))
+def entries(name: str | None = None) -> list[str]:
+    """Return the paths of the entries of a name, or of all."""
+    paths = sorted(glob.glob(f"{glob.escape(folder())}/*-{'[0-9a-f]' * 16}"))
+    return [path for path in paths if name in (None, os.path.basename(path)[:-17])]
 
 
-def clean() -> dict[str, str]:
-    """Empty every slot in which no process builds.
+def clean(name: str | None = None) -> dict[str, str]:
+    """Empty every entry of a name, or of all, in which no process builds.
 
-    Return {slot: "removed", "in use" or "not removable"} of the slots that were not empty.
+    Return {entry: "removed", "in use" or "not removable"} of the entries that were not empty.
     """
     outcomes = {}
-    for slot in slots():
-        if not os.path.lexists(f"{slot}/lock") or not _contents(slot):
+    for entry in entries(name):
+        if not os.path.lexists(f"{entry}/lock") or not _contents(entry):
             continue
-        outcomes[slot] = "not removable"
-        with contextlib.suppress(OSError), open(f"{slot}/lock", "r+") as lock:
+        outcomes[entry] = "not removable"
+        with contextlib.suppress(OSError), open(f"{entry}/lock", "r+") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                outcomes[slot] = "in use"
+                outcomes[entry] = "in use"
                 continue
-            for path in _contents(slot):
+            for path in _contents(entry):
                 remove(path)
-            if not _contents(slot):
-                outcomes[slot] = "removed"
+            if not _contents(entry):
+                outcomes[entry] = "removed"
     return outcomes
 
 
-def _contents(slot: str) -> list[str]:
-    """Return the paths in a slot, but not the lock, for which a process may wait."""
+def _contents(entry: str) -> list[str]:
+    """Return the paths in an entry, but not the lock, for which a process may wait."""
     with contextlib.suppress(OSError):
-        return [f"{slot}/{name}" for name in os.listdir(slot) if name != "lock"]
+        return [f"{entry}/{name}" for name in os.listdir(entry) if name != "lock"]
     return []

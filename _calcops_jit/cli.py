@@ -1,4 +1,4 @@
-"""The commands `python -m calcops_jit build`, where, why, doctor, export, cache and clean."""
+"""The commands of `python -m calcops_jit`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, build, cache, compile, cuda, library, request
+from . import __version__, build, cache, compile, cuda, prebuilt, request
 from .inputs import digest, state_of
 from .messages import BuildError, explain, report, say
-from .processor import MACHINE, levels
+from .processor import MACHINE
 from .request import CONTRACTS, LOADER, Request
 
 
@@ -26,17 +26,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     parsers = {}
-    for function in (_build, _where, _why, _doctor, _export, _cache, _clean):
+    for function in (_build, _where, _why, _doctor, _export, _prebuild, _cache, _clean):
         name = function.__name__.removeprefix("_")
         parsers[name] = commands.add_parser(name, help=function.__doc__)
         parsers[name].set_defaults(function=function)
-    parsers["where"].add_argument("--key", action="store_true", help="only the key for a CI cache")
-    for name in ("build", "why"):
-        help_text = "a library that calcops_jit.load has built, instead of the operators"
+    help_text = "only the key for a CI cache, which also depends on the sources in these folders"
+    parsers["where"].add_argument("--key", nargs="*", metavar="FOLDER", help=help_text)
+    help_text = "a library that calcops_jit.load has built, instead of the operators"
+    for name in ("build", "where", "why", "prebuild"):
         parsers[name].add_argument("name", nargs="?", help=help_text)
+    parsers["clean"].add_argument("name", nargs="?", help="one library, instead of all")
     help_text = "check the indices of a library of calcops_jit.load, as its option `check` does"
     parsers["build"].add_argument("--check", action="store_true", help=help_text)
     parsers["export"].add_argument("folder")
+    help_text = "another library that calcops_jit.load has built"
+    parsers["export"].add_argument("name", nargs="*", help=help_text)
     options = parser.parse_args(arguments)
     try:
         status = options.function(options) or 0
@@ -52,36 +56,39 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _build(options: argparse.Namespace) -> None:
     """build the operators if need be, and print the library's path"""
-    wanted = _request(options)
-    if wanted.asked is not None:
+    wanted = _request(options.name)
+    if wanted.name != "calcops":
         wanted = request.request_for(**wanted.asked | {"check": options.check})
     elif options.check:
         what = "expected the name of a library of load; kernels under ops/ use plain pointers"
         raise ValueError(f"calcops_jit build --check: {what}")
-    # A wheel's library is for several processors. The user wants one for exactly this processor.
-    found = cache.find(wanted) or build.built(wanted, [])
-    print(found.path)
+    # A prebuilt library is for many processors. The user wants one for exactly this processor.
+    print(_built(wanted).path)
 
 
-def _request(options: argparse.Namespace) -> Request:
+def _built(wanted: Request) -> cache.Build:
+    return cache.find(wanted) or build.built(wanted, [])
+
+
+def _request(name: str | None) -> Request:
     """Return the Request of the operators, or of the last build of a library of `load`."""
-    if options.name in (None, "calcops"):
+    if name in (None, "calcops"):
         return request.own()
-    for manifest in cache.newest(options.name):
+    for manifest in cache.newest(name):
         if manifest["asked"] and manifest["facts"]["format"] == request.FORMAT:
             return request.request_for(**manifest["asked"])
-    slots = filter(cache.generations, cache.slots())
-    names = {os.path.basename(slot)[:-17] for slot in slots} - {"calcops", "runtime"}
-    what = f"no library `{options.name}` in {cache.folder()}"
+    entries = filter(cache.builds, cache.entries())
+    names = {os.path.basename(entry)[:-17] for entry in entries} - {"calcops", "runtime"}
+    what = f"no library `{name}` in {cache.folder()}"
     evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
-    raise report(what, [evidence], f"calcops_jit.load({options.name!r}, ...) first")
+    raise report(what, [evidence], f"calcops_jit.load({name!r}, ...) first")
 
 
 def _where(options: argparse.Namespace) -> None:
     """print the cache folder and the library; builds nothing"""
-    wanted = request.own()
-    if options.key:
-        print(_key(wanted))
+    wanted = _request(options.name)
+    if options.key is not None:
+        print(_key(wanted, options.key))
     else:
         found = _find(wanted, [])
         choice = wanted.cuda
@@ -92,8 +99,9 @@ def _where(options: argparse.Namespace) -> None:
         if choice.build:
             print(f"CUDA     {choice.home}, CUDA {choice.version}, for {cuda.arch_list(choice)}")
         else:
-            print(f"CUDA     none, because {choice.reason}; {choice.fix}")
-        print(f"key      {_key(wanted)}")
+            reason = f", because {choice.reason}; {choice.fix}" if choice.reason else ""
+            print(f"CUDA     none{reason}")
+        print(f"key      {_key(wanted, [])}")
 
 
 def _size(path: Path) -> int:
@@ -103,23 +111,26 @@ def _size(path: Path) -> int:
     return 0
 
 
-def _find(wanted: Request, reasons: list[str]) -> cache.Generation | None:
-    return cache.find(wanted, reasons) or library.find_in_wheel(wanted, reasons)
+def _find(wanted: Request, reasons: list[str]) -> cache.Build | None:
+    return cache.find(wanted, reasons) or prebuilt.find(wanted, reasons)
 
 
-def _key(wanted: Request) -> str:
+def _key(wanted: Request, folders: list[str]) -> str:
     """Return a key for a CI cache. Equal sources on equal machines have equal keys."""
-    contents = [wanted.slot, *map(state_of, wanted.programs)]
-    for root in (wanted.root, LOADER, CONTRACTS):
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise ValueError(f"calcops_jit where --key: expected a folder, got {folder}")
+    contents = [wanted.entry, *map(state_of, wanted.programs)]
+    for root in (wanted.root, LOADER, CONTRACTS, *folders):
         for path in sorted(glob.glob(f"{glob.escape(root)}/**", recursive=True)):
-            if path.endswith((".h", ".cuh", ".cpp", ".cu", ".map")):
-                contents += [wanted.fold(path), state_of(path)]
+            if path.endswith((".h", ".hpp", ".cuh", ".map", *request.SOURCES)):
+                contents += [os.path.relpath(path, root), state_of(path)]
     return f"calcops-{digest(' '.join(contents).encode())[:20]}"
 
 
 def _why(options: argparse.Namespace) -> int:
     """name the input that changed since the last build; 1 if there is one"""
-    wanted = _request(options)
+    wanted = _request(options.name)
     reasons: list[str] = []
     found = _find(wanted, reasons)
     if found:
@@ -137,13 +148,13 @@ def _doctor(options: argparse.Namespace) -> int:
     wanted = request.own()
     problems = [report(cause, [line], fix) for cause, line, fix in compile.foresee(wanted)]
     try:
-        with cache.locked_slot(wanted):
+        with cache.locked_entry(wanted):
             pass
     except OSError as error:
         problems.append(explain("no cache", str(error)))
     print(f"Python   {sys.version.split()[0]}, supported: 3.11 to 3.14")
     print(f"PyTorch  {torch.__version__}, supported: 2.10 to 2.15")
-    print(f"machine  {[*levels(), MACHINE][0]}")
+    print(f"machine  {MACHINE}")
     print(f"compiler {next(iter(compile.version(wanted).splitlines()), 'none')}")
     print("\n".join(map(str, problems)) or "nothing is missing for a build")
     return bool(problems)
@@ -168,8 +179,10 @@ def _export(options: argparse.Namespace) -> None:
         "lib/pkgconfig/calcops.pc": "templates/calcops.pc",
         "lib/cmake/calcops/calcops-config.cmake": "templates/calcops-config.cmake",
     }
-    found = cache.find(wanted) or build.built(wanted, [])
-    files = {"lib/libcalcops.so": Path(found.path).read_bytes()}
+    others = [_request(name) for name in options.name]
+    files = {
+        f"lib/lib{each.name}.so": Path(_built(each).path).read_bytes() for each in [wanted, *others]
+    }
     for target, template in templates.items():
         text = Path(LOADER, template).read_text()
         files[target] = re.sub("@(\\w+)@", lambda match: words[match[1]], text).encode()
@@ -180,16 +193,21 @@ def _export(options: argparse.Namespace) -> None:
     print(os.path.abspath(options.folder))
 
 
+def _prebuild(options: argparse.Namespace) -> None:
+    """put a library for machines without a compiler beside its sources"""
+    print(prebuilt.write(_request(options.name)))
+
+
 def _cache(options: argparse.Namespace) -> None:
     """list the libraries in the cache: size and folder"""
-    for slot in cache.slots():
-        for path in cache.generations(slot):
+    for entry in cache.entries():
+        for path in cache.builds(entry):
             size = sum(map(_size, Path(path).glob("*"))) / 1e6
             print(f"{size:9.2f} MB  {path}")
 
 
 def _clean(options: argparse.Namespace) -> None:
     """empty the cache"""
-    outcomes = list(cache.clean().values())
+    outcomes = list(cache.clean(options.name).values())
     counts = [f"{outcomes.count(name)} {name}" for name in sorted({*outcomes}, reverse=True)]
     say(f"libraries in {cache.folder()}: {', '.join(counts) or 'none'}")

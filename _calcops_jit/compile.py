@@ -26,8 +26,6 @@ from .request import SHADOW, Request, quoted, words_of
 LINKER_DEPENDENCIES = "library.linked"
 _INSTALL = "install g++, or: conda install -c conda-forge gxx"
 _MEMORY = 2e9  # bytes that one compiler may need, with torch/extension.h
-# From the folder of a wheel's library to the folder with this package and torch.
-ORIGIN = "$ORIGIN/../../../.."
 # torch asks compilers for the headers outside of system folders (-MMD). -isystem makes a folder one
 # of these, and its headers may be edited, too. The list of main.o's headers is written to main.d.
 # In main.o.d, ninja would read and remove it, and shorten `link/../header.h`. The script also lets
@@ -98,7 +96,7 @@ def _corrected(prepare_ldflags: Callable) -> Callable:
     """Return torch's function that appends flags for the linker, with its paths quoted.
 
     torch does not quote its folder and CUDA's, which may contain a space. Its rpath is left out,
-    because _ldflags() has one that suits a wheel, too.
+    because _ldflags() has one.
     """
 
     def prepare(ldflags: list[str], *options) -> list[str]:
@@ -240,9 +238,8 @@ def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
             os.symlink(runtime, f"{folder}/libcudart.so")
         flags.append("-L.")
         rpaths.append(os.path.dirname(runtime))
-    if request.level:  # wherever the wheel is installed
-        site = os.path.dirname(TORCH)
-        rpaths = [f"{ORIGIN}/{os.path.relpath(path, site)}" for path in rpaths]
+    if request.portable:  # PyTorch has loaded its libraries from wherever they are
+        rpaths = []
     return [*flags, *(f"-Xlinker -rpath -Xlinker {quoted(path)}" for path in rpaths)]
 
 

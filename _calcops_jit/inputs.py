@@ -120,7 +120,7 @@ def digest(data: bytes) -> str:
 # ---- after a build -------------------------------------------------------------------------------
 
 
-def record(request, read: set[str], before: dict[str, str], start_ns: int) -> Inputs:
+def inputs_of(request, read: set[str], before: dict[str, str], start_ns: int) -> Inputs:
     """Return the inputs of a build that has just ended.
 
     If a file may have changed or appeared during the build, Inputs.check() refuses the inputs: its
@@ -167,7 +167,7 @@ def place_of(product: str, inputs: Inputs, request) -> str:
 
     Compilers may split a string. So the sources and their headers are searched, too.
     """
-    # Checkouts share the project's own libraries, and the folder of a cell is a temporary one.
+    # Checkouts share the runtime, and the folder of a cell is a temporary one.
     if request.asked is None or request.is_cell:
         return ""
     with open(product, "rb") as file:

@@ -17,7 +17,7 @@ import torch.compiler.config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import cache, request
-from .cache import Generation
+from .cache import Build
 from .inputs import TORCH, digest, state_of
 from .messages import BuildError, notebook_shell, report, say
 from .registration import Registration
@@ -41,36 +41,36 @@ class Library:
     # Names of operators have no leading underscore.
     def __init__(self, wanted: Request):
         self._request = wanted
-        self._generation: Generation | None = None  # whose kernels are called
-        self._registrations: dict[str, Registration] = {}  # {digest of a generation: ...}
+        self._build: Build | None = None  # whose kernels are called
+        self._registrations: dict[str, Registration] = {}  # {digest of a build: ...}
         self._operators: dict[str, torch._ops.OpOverloadPacket] = {}
-        self._paths: set[str] = set()  # of all generations
+        self._paths: set[str] = set()  # of all builds
 
-    def _exchange(self, wanted: Request, generation: Generation) -> None:
-        """Load a generation and register its operators, in place of the present one.
+    def _exchange(self, wanted: Request, build: Build) -> None:
+        """Load a build and register its operators, in place of the present one.
 
         BuildError: the registration is refused, and nothing has changed.
         """
-        new = self._registrations.get(generation.digest)
+        new = self._registrations.get(build.digest)
         if new is None:
-            new = Registration(wanted, generation)
+            new = Registration(wanted, build)
             if refusal := new.refusal(list(self._registrations.values())):
                 raise refusal
         if not new.live:
             new.take([old for old in self._registrations.values() if old is not new])
-        self._registrations[generation.digest] = new
-        self._paths.add(generation.path)
+        self._registrations[build.digest] = new
+        self._paths.add(build.path)
         self._request = wanted
-        self._generation = generation
+        self._build = build
         old_names = {*self._operators}
-        self._operators = _handles(generation.manifest["operators"])
-        vars(self).update({"path": generation.path, "operators": self._operators})
+        self._operators = _handles(build.manifest["operators"])
+        vars(self).update({"path": build.path, "operators": self._operators})
         vars(self).update(self._operators)
         for name in old_names - {"path", "operators", *self._operators}:
             vars(self).pop(name, None)
 
     def __fspath__(self) -> str:
-        return self._generation.path
+        return self._build.path
 
     def __copy__(self) -> Library:
         return self
@@ -83,21 +83,21 @@ class Library:
 
     def __getattr__(self, name: str):
         if name.startswith("_"):  # copy looks for methods of such names
-            for operator in self._generation.manifest["operators"]:
+            for operator in self._build.manifest["operators"]:
                 if operator.endswith(f"::{name}"):
                     path = operator.replace("::", ".")
                     raise AttributeError(f"`{name}` is private: call torch.ops.{path}")
             raise AttributeError(name)
-        what = f"no operator `{name}` in {self._generation.path}"
+        what = f"no operator `{name}` in {self._build.path}"
         if any(name in old.short_names() for old in self._registrations.values()):
             what = f"library `{self._request.name}` no longer has `{name}`"
-        if self._registrations[self._generation.digest].is_python_module():
+        if self._registrations[self._build.digest].is_python_module():
             what += ", which is a module for Python"
         raise missing(what, self._operators)
 
     def __repr__(self) -> str:
         operators = ", ".join(self._operators) or "no operators"
-        return f"<calcops_jit library {self._generation.path}: {operators}>"
+        return f"<calcops_jit library {self._build.path}: {operators}>"
 
 
 _loaded: list[Library] = []
@@ -107,17 +107,17 @@ _one_at_a_time = threading.RLock()
 os.register_at_fork(after_in_child=_one_at_a_time._at_fork_reinit)
 
 
-def obtain(wanted: Request, build: bool = True) -> Library | None:
-    """Load the library for a request. Build it if neither the cache nor a wheel has it.
+def obtain(wanted: Request, may_build: bool = True) -> Library | None:
+    """Load the library for a request. Build it if it is neither in the cache nor prebuilt.
 
-    Return None if it is not built and `build` is False. The loaded library of the same arguments is
-    exchanged.
+    Return None if it is not built and `may_build` is False. The loaded library of these arguments
+    is exchanged.
     """
     with _exchanges():
         library = _find_loaded(wanted)
-        if not _load(library, wanted, build):
+        if not _load(library, wanted, may_build):
             return None
-        manifest = library._generation.manifest
+        manifest = library._build.manifest
         if notebook_shell() and not manifest["operators"] and not manifest.get("extends"):
             say(f"{wanted.name} registers no operator")
         return library
@@ -130,32 +130,30 @@ def _exchanges() -> Iterator[Callable[[], list[str]]]:
 
     def changed() -> list[str]:
         return [
-            library._request.name
-            for library, digest in before
-            if library._generation.digest != digest
+            library._request.name for library, digest in before if library._build.digest != digest
         ]
 
     try:
         with _one_at_a_time:
-            before += [(library, library._generation.digest) for library in _loaded]
+            before += [(library, library._build.digest) for library in _loaded]
             yield changed
     finally:
         known = [library for library, _ in before]
         added = [library for library in _loaded if library not in known]
-        extend_others = any(library._generation.manifest.get("extends") for library in added)
+        extend_others = any(library._build.manifest.get("extends") for library in added)
         # Without the lock: it waits for a compilation in another thread, which may call load().
         if changed() or extend_others:
             _forget_traces()
 
 
-def _load(library: Library, wanted: Request, build: bool) -> bool:
-    """Load a library from the cache or the wheel, or build it.
+def _load(library: Library, wanted: Request, may_build: bool) -> bool:
+    """Load a library from the cache, or a prebuilt one, or build it.
 
-    Return False if it is not built and `build` is False.
+    Return False if it is not built and `may_build` is False.
     """
     try:
-        while not _load_once(library, wanted, build):
-            if not build:
+        while not _load_once(library, wanted, may_build):
+            if not may_build:
                 return False
     except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
         raise interrupt.with_traceback(None) from None
@@ -164,50 +162,42 @@ def _load(library: Library, wanted: Request, build: bool) -> bool:
     return True
 
 
-def _load_once(library: Library, wanted: Request, build: bool) -> bool:
+def _load_once(library: Library, wanted: Request, may_build: bool) -> bool:
     """Load a library. Return False if it is not built, or if its file has gone meanwhile."""
     reasons: list[str] = []
-    generation = cache.find(wanted, reasons)
-    if generation is None and _take_from_wheel(library, wanted):
+    build = cache.find(wanted, reasons)
+    if build is None and _take_prebuilt(library, wanted):
         return True
-    if generation is None and build:
+    if build is None and may_build:
         from .build import built
 
         for registration in library._registrations.values():
             registration.check_direct()  # the child that loads the new build would end
-        generation = built(wanted, reasons)
-    if generation:
+        build = built(wanted, reasons)
+    if build:
         with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
-            library._exchange(wanted, generation)
+            library._exchange(wanted, build)
             return True
     return False
 
 
-def _take_from_wheel(library: Library, wanted: Request) -> bool:
-    """Load the wheel's library for this machine. Return False if it has none that works."""
+def _take_prebuilt(library: Library, wanted: Request) -> bool:
+    """Load the prebuilt library for this machine. Return False if none works."""
+    if not os.path.isdir(f"{wanted.root}/prebuilt"):
+        return False
+    from . import prebuilt
+
     reasons: list[str] = []
-    generation = find_in_wheel(wanted, reasons)
+    build = prebuilt.find(wanted, reasons)
     try:
-        if generation:
-            library._exchange(wanted, generation)
+        if build:
+            library._exchange(wanted, build)
             return True
     except BuildError as error:  # this system's C library may be too old for it
         reasons.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
     if reasons:
-        say(f"what the wheel brings does not fit: {reasons[0]}")
+        say(f"the prebuilt {wanted.name} does not fit: {reasons[0]}")
     return False
-
-
-def find_in_wheel(wanted: Request, reasons: list[str]) -> Generation | None:
-    """Return the library that this package's wheel has for this machine, or None.
-
-    Why it has none is appended to `reasons`.
-    """
-    if wanted.name != "calcops" or not os.path.isdir(f"{request.LOADER}/built"):
-        return None
-    from .wheel import find
-
-    return find(wanted, reasons)
 
 
 def _find_loaded(wanted: Request) -> Library:
@@ -232,32 +222,23 @@ def _cell(name: str) -> Library | None:
     return None
 
 
-def _arguments(wanted: Request) -> tuple:
-    """Return the arguments of load() besides the sources and `check`.
-
-    There is one library of its own name.
-    """
-    if wanted.asked is None:
-        return (wanted.name,)
-    cflags, cuda_cflags = (
-        [flag for flag in flags if flag != request.CHECK]
-        for flags in (wanted.cflags, wanted.cuda_cflags)
-    )
-    ldflags = [_followed(flag) for flag in wanted.ldflags]
-    return wanted.name, cflags, cuda_cflags, ldflags, wanted.include_paths, wanted.cuda.build
+def _arguments(wanted: Request) -> dict:
+    """Return the arguments of load() besides the sources and `check`."""
+    ldflags = [_followed(flag) for flag in wanted.asked["extra_ldflags"]]
+    others = {"extra_ldflags": ldflags, "extra_include_paths": wanted.include_paths}
+    return wanted.asked | others | {"sources": (), "check": False}
 
 
 def _spellings(wanted: Request) -> set[tuple[str, ...]]:
     """Return a library's sources by the given paths and by the real paths."""
-    given = wanted.asked["sources"] if wanted.asked else ()
-    return {wanted.sources, tuple(given)}
+    return {wanted.sources, tuple(wanted.asked["sources"])}
 
 
 def _followed(flag: str) -> str:
     """Return a flag. If it is the path of an earlier build of a Library, return the present one."""
     for library in _loaded:
         if flag in library._paths:
-            return library._generation.path
+            return library._build.path
     return flag
 
 
@@ -274,7 +255,7 @@ def reload() -> list[str]:
             if _is_gone(library._request):
                 continue
             try:
-                _load(library, request.again(library._request, _followed), build=True)
+                _load(library, request.again(library._request, _followed), may_build=True)
             except Exception as error:
                 failure = failure or error
         if failure:
@@ -285,7 +266,7 @@ def reload() -> list[str]:
 def _is_gone(wanted: Request) -> bool:
     """Return True if temporary sources are gone, with their folder or from that of such files."""
     # As `load` got them, because a link may lead elsewhere.
-    for path in wanted.asked["sources"] if wanted.asked else wanted.sources:
+    for path in wanted.asked["sources"]:
         folder = os.path.dirname(path)
         if os.path.exists(path if folder == tempfile.gettempdir() else folder):
             return False
@@ -334,7 +315,7 @@ def _state(library: Library) -> tuple:
     """Return a value that changes when a file of a library changes, appears or disappears."""
     paths = set().union(*_spellings(library._request))
     folders = {library._request.root, *map(os.path.dirname, paths)}
-    inputs = library._generation.inputs
+    inputs = library._build.inputs
     files = {*paths, *map(library._request.unfold, inputs.files)}
     return inputs.appeared(library._request), _states(files | folders)
 
@@ -416,7 +397,7 @@ def _tag_of_compile_caches(config) -> str:
     These caches know an operator only by its name. The digest is that of all loaded libraries.
     """
     tag = config.__getattr__("cache_key_tag").partition("calcops_jit:")[0]
-    libraries = sorted(library._generation.digest for library in _loaded)
+    libraries = sorted(library._build.digest for library in _loaded)
     return f"{tag}calcops_jit:{digest(''.join(libraries).encode())}" if libraries else tag
 
 
@@ -513,19 +494,21 @@ class _Unavailable:
         raise BuildError(self._reason)
 
 
-def _unpickled(asked: dict | None) -> Library | _Unavailable:
+def _unpickled(asked: dict) -> Library | _Unavailable:
     """Return the library of these arguments. A loaded one keeps its `check`."""
     try:
-        is_cell = asked and f"/{request.CELLS}" in asked["sources"][0]
+        is_cell = f"/{request.CELLS}" in asked["sources"][0]
         library = _cell(asked["name"]) if is_cell else None
         if library is None:  # the file of an earlier notebook's cell may be gone
-            wanted = request.request_for(**asked) if asked else request.own()
+            # The project's operators may be in another folder there.
+            is_own = asked["name"] == "calcops"
+            wanted = request.own() if is_own else request.request_for(**asked)
             library = _find_loaded(wanted)
         if library in _loaded:
             wanted = request.again(library._request, _followed)
         return obtain(wanted)
     except Exception as error:
-        return _Unavailable(f"cannot unpickle {asked['name'] if asked else 'calcops'}: {error}")
+        return _Unavailable(f"cannot unpickle {asked['name']}: {error}")
 
 
 def _unpickled_handle(library: Library | _Unavailable, name: str, overload: str):
@@ -535,16 +518,14 @@ def _unpickled_handle(library: Library | _Unavailable, name: str, overload: str)
         packet = _packet(name)
         return getattr(packet, overload) if overload else packet
     except AttributeError:
-        return _Unavailable(
-            f"cannot unpickle {name}: no such operator in {library._generation.path}"
-        )
+        return _Unavailable(f"cannot unpickle {name}: no such operator in {library._build.path}")
 
 
 def _reduced(packet: torch._ops.OpOverloadPacket, overload: str = "") -> tuple:
     """Return how to unpickle a handle: with its library, which another process may lack."""
     name = packet._qualified_op_name
     for library in _loaded:
-        if name in library._generation.manifest["operators"]:
+        if name in library._build.manifest["operators"]:
             return _unpickled_handle, (library, name, overload)
     return _packet, (name,)  # copy.copy() of PyTorch's own handles never returns
 

@@ -7,7 +7,7 @@ import re
 
 MACHINE = os.uname().machine
 # The extensions that each level of the x86-64 psABI adds, in the words of /proc/cpuinfo.
-LEVELS = {
+_LEVELS = {
     "x86-64-v2": "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
     "x86-64-v3": "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
     "x86-64-v4": "avx512bw avx512cd avx512dq avx512f avx512vl",
@@ -22,12 +22,16 @@ def features() -> list[str]:
     return sorted({word for line in lines for word in line.split()})
 
 
-def levels() -> list[str]:
-    """Return the levels that this processor has, the highest first."""
-    words = set(features())
-    here: list[str] = []
-    for level, extensions in LEVELS.items():
-        if not words.issuperset(extensions.split()):
+def lacking(flags: str) -> str:
+    """Return why this processor cannot run code that was compiled with `flags`; "" if it can."""
+    match = re.search(r"-march=(x86-64-v[234])(?:\s|$)", flags)
+    if not match:
+        return f"{flags} names none of {' '.join(_LEVELS)} for -march"
+    here = set(features())
+    for level, extensions in _LEVELS.items():
+        missing = [word for word in extensions.split() if word not in here]
+        if missing:
+            return f"this processor has no {missing[0]}, which {match[1]} needs"
+        if level == match[1]:
             break
-        here.insert(0, level)
-    return here
+    return ""

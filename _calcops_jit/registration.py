@@ -1,7 +1,7 @@
 """What a library registers with PyTorch.
 
 The registrations are collected, compared with those of other libraries, and committed as a whole or
-not at all. So a newer generation of a library can replace an older one in a running process, but no
+not at all. So a newer build of a library can replace an older one in a running process, but no
 library can replace operators or kernels of others.
 
 The C++ part is shadow/torch/library.h, with which every source is compiled. It passes the
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .cache import Generation, differences
+from .cache import Build, differences
 from .inputs import Inputs
 from .messages import BuildError, explain, report, say
 from .request import Request, is_reserved, once
@@ -52,7 +52,7 @@ def described(request: Request, product: str, inputs: Inputs) -> dict:
         with contextlib.suppress(OSError):
             ctypes.CDLL(file)
     before, states = _registered(), _states()
-    registration = Registration(request, Generation(path=product, manifest={}, inputs=inputs))
+    registration = Registration(request, Build(path=product, manifest={}, inputs=inputs))
     # The library's other registrations are held.
     replaced = {name for name, state in _states().items() if states.get(name, state) != state}
     direct = {
@@ -130,28 +130,28 @@ def _kept_denormals(name: str) -> Iterator[None]:
 
 
 class Registration:
-    """What one generation of a library registers.
+    """What one build of a library registers.
 
     The library lists its registrations only when they are compared or committed.
     """
 
     live = False  # True while its kernels are called
 
-    def __init__(self, request: Request, generation: Generation):
-        """Load the library of a generation, without registering its operators.
+    def __init__(self, request: Request, build: Build):
+        """Load the library of a build, without registering its operators.
 
         BuildError: it cannot be loaded. FileNotFoundError: it is gone.
         """
         self.name = request.name
         self.place = request.root
         self._asked = request.asked or {}
-        self._direct = generation.manifest.get("direct", [])
-        self._extends = generation.manifest.get("extends", [])
+        self._direct = build.manifest.get("direct", [])
+        self._extends = build.manifest.get("extends", [])
         self._missing: set[str] = set()  # operators of `defs` whose calls are errors now
-        path = generation.path
+        path = build.path
         if not _is_open(path):
             self.check_direct()
-        linked = _linked(request, generation.inputs)
+        linked = _linked(request, build.inputs)
         for file, state in linked.items():
             is_other = _is_open(os.path.basename(file)) and not _is_open(file)
             if is_other or _loaded.get(file, state) != state:

@@ -41,14 +41,15 @@ def once(function: Callable) -> property:
     return property(value, doc=function.__doc__)
 
 
-def _part(name: str) -> str:
+def _project_folder(name: str) -> str:
     """Return the path of ops/ or contracts/: beside calcops_jit.py in a checkout, else here."""
     installed = f"{LOADER}/{name}"
     return os.path.realpath(installed if os.path.isdir(installed) else f"{LOADER}/../{name}")
 
 
 SHADOW = f"{LOADER}/shadow"  # headers that come before PyTorch's on the include path
-CONTRACTS = _part("contracts")
+CONTRACTS = _project_folder("contracts")
+OPERATORS = _project_folder("ops")
 HEADERS = (SHADOW, f"{CONTRACTS}/include")  # the folders of headers for every source
 # Two builds of one operator can be in one process. Hidden symbols that are not "gnu unique" keep
 # them from sharing variables.
@@ -57,6 +58,7 @@ CUDA_BASE = ("-O3", "-Xcompiler", "-fvisibility=hidden,-fno-gnu-unique")
 # -Og inlines nothing, which takes a quarter of a call.
 RUNTIME = ("-O1", *BASE[1:], "-DAT_PER_OPERATOR_HEADERS")  # the flags of runtime()
 CHECK = "-DCALCOPS_CHECK_INDICES"  # the flag of load(..., check=True)
+_THIS_PROCESSOR = "-march=native" if MACHINE == "x86_64" else "-mcpu=native"
 CELLS = "calcops-cells-"  # begins the name of the folder of a notebook's cells
 # Environment variables that change what compilers and linkers produce.
 _VARIABLES = (
@@ -106,7 +108,7 @@ _OF_PYTORCH = frozenset(
     " mempool mkl mkldnn mkldnn_prepacked onednn onnx onnx_symbolic prim prims profiler"
     " quantization quantized rngprims sparse static_runtime streams symm_mem torch".split()
 )
-_SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
+SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
 # {ending of a file that is no source: where it belongs}
 _NO_SOURCES = {
     (".o", ".a", ".so"): "in `extra_ldflags`",
@@ -135,9 +137,9 @@ class Request(SimpleNamespace):
     include_paths: tuple[str, ...] = HEADERS
     beside: str = ""  # the folder of a notebook, whose headers its cells may include
     cuda: cuda.Choice = cuda.Choice()
-    asked: dict | None = None  # the arguments of request_for(); None for own libraries
+    asked: dict | None = None  # the arguments of request_for(); None for the runtime
     verbose: bool = False
-    level: str = ""  # for a library in a wheel: the level of x86-64
+    portable: str = ""  # the processor's flags of a library for other machines (prebuilt.py)
 
     @once
     def environment(self) -> dict[str, str]:
@@ -176,7 +178,7 @@ class Request(SimpleNamespace):
     @once
     def programs(self) -> list[str]:
         """Return the paths of the compilers. A wrapper such as ccache runs a later one in PATH."""
-        if self.level:  # a wheel's library is used without compilers
+        if self.portable:  # it is used without compilers
             return []
         programs = []
         words = self.compiler
@@ -200,7 +202,7 @@ class Request(SimpleNamespace):
         return f"/{CELLS}" in self.root
 
     @once
-    def slot(self) -> str:
+    def entry(self) -> str:
         """Return the name of this request's folder in the cache."""
         return f"{self.name}-{digest(json.dumps(self.facts, sort_keys=True).encode())[:16]}"
 
@@ -221,9 +223,9 @@ class Request(SimpleNamespace):
         }
         if self.cuda.build:
             facts["CUDA"] = [self.cuda.version, self.cuda.arches or list(self.cuda.gpus)]
-        if self.level:  # the other facts are those of one machine
+        if self.portable:  # the other facts are those of one machine
             flags = torch.__config__._cxx_flags()
-            return facts | {"level": self.level, "PyTorch's flags": digest(flags.encode())}
+            return facts | {"portable": self.portable, "PyTorch's flags": digest(flags.encode())}
         facts |= {
             "compiler's arguments": self.compiler[1:],  # the first word is among the programs
             # A PyTorch that is built again has libraries of other sizes.
@@ -238,7 +240,7 @@ class Request(SimpleNamespace):
         }
         if any("native" in flag for flag in flags):
             facts["processor"] = features()
-        if self.asked is not None:  # it may call Python
+        if "-ltorch_python" in self.ldflags:
             facts["Python"] = EXTENSION_SUFFIXES[0]
         return facts
 
@@ -283,39 +285,9 @@ def runtime(unit: str) -> Request:
     )
 
 
-def own(choice: cuda.Choice | None = None, level: str = "") -> Request:
-    """Return the Request for ops/: every .cpp in it and its folders, and every .cu for CUDA.
-
-    Args:
-        choice: whether to build for CUDA; default: cuda.choose().
-        level: for a library in a wheel: the level of x86-64. Default: this processor.
-    """
-    root = _part("ops")
-    choice = choice or cuda.choose()
-    extra = words_of("CALCOPS_CFLAGS")
-    # Without -fopenmp, parallel_for is a plain loop. The library loads torch's libgomp, because
-    # torch's folder is in its rpath.
-    march = f"-march={level or 'native'}" if MACHINE == "x86_64" else "-mcpu=native"
-    cflags = [*BASE, march, "-fopenmp", "-Wall", "-DAT_PER_OPERATOR_HEADERS", *extra]
-    if not choice.build:
-        reason = f"{choice.reason}; {choice.fix}"  # without a $; its quotes get lost
-        cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a string literal, quoted for a shell
-    suffixes = (".cpp", ".cu") if choice.build else (".cpp",)
-    with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir())
-    folders = [root, *(f"{root}/{name}" for name in names if name[0] not in "._")]
-    files = [f"{folder}/{name}" for folder in folders for name in sorted(os.listdir(folder))]
-    return Request(
-        name="calcops",
-        product="calcops.so",
-        root=root,
-        sources=tuple(file for file in files if file.endswith(suffixes) and "/." not in file),
-        cflags=tuple(cflags),
-        ldflags=("-fopenmp", *extra),
-        include_paths=(*HEADERS, root),
-        cuda=choice,
-        level=level,
-    )
+def own() -> Request:
+    """Return the Request for the project's operators."""
+    return request_for("calcops", OPERATORS, with_cuda="auto", native=True)
 
 
 # ---- calcops_jit.load ----------------------------------------------------------------------------
@@ -335,15 +307,98 @@ def request_for(
     extra_include_paths=None,
     verbose=False,
     with_cuda=None,
+    native=False,
     check=False,
     torch_options=(),
     beside="",
 ) -> Request:
-    """Return the Request for a user's sources, from the options of calcops_jit.load.
+    """Return the Request for sources, from the options of calcops_jit.load.
 
     `beside` is the folder of a notebook for a cell.
     """
-    for option, value in dict(torch_options).items():
+    _check_torch_options(torch_options)
+    given = _absolute("sources", sources)
+    _check_name(name, given)
+    cuda_sources = [path for path in _files_of(given) if path.endswith(".cu")]
+    if with_cuda not in (None, False, True, "auto"):
+        what = f"expected `with_cuda` None, True, False or 'auto', got {with_cuda!r}"
+        raise ValueError(f"calcops_jit.load: {what}")
+    if with_cuda is None:
+        with_cuda = bool(cuda_sources)
+    if cuda_sources and not with_cuda:
+        what = f"expected `with_cuda` None, True or 'auto', because {cuda_sources[0]} is a source"
+        raise ValueError(f"calcops_jit.load: {what}; got {with_cuda!r}")
+    folders = _absolute("extra_include_paths", extra_include_paths)
+    for path in filter(os.path.isfile, folders):
+        what = f"expected `extra_include_paths` as folders, got the file {path}"
+        raise ValueError(f"calcops_jit.load: {what}")
+    asked = {
+        "name": name,
+        "sources": given,
+        "extra_cflags": _flags("extra_cflags", extra_cflags),
+        "extra_cuda_cflags": _flags("extra_cuda_cflags", extra_cuda_cflags),
+        "extra_ldflags": _flags("extra_ldflags", extra_ldflags),
+        "extra_include_paths": folders,
+        "with_cuda": with_cuda,
+        "native": bool(native),
+        "check": bool(check),
+        "beside": beside,
+    }
+    choice = cuda.choose(needed=with_cuda is True) if with_cuda else cuda.Choice()
+    return request_of(asked, choice, verbose=verbose)
+
+
+def request_of(asked: dict, choice: cuda.Choice, portable: str = "", verbose=False) -> Request:
+    """Return the Request for checked options of load.
+
+    Args:
+        asked: the options.
+        choice: whether to build for CUDA.
+        portable: flags for a processor, in place of those of this machine and of CALCOPS_CFLAGS.
+        verbose: whether to print what ninja prints.
+    """
+    name = asked["name"]
+    paths = _files_of(asked["sources"])
+    defines = [f"-DTORCH_EXTENSION_NAME={name}", *([CHECK] if asked["check"] else [])]
+    cflags = [*defines]
+    extra: list[str] = []
+    ldflags: list[str] = []
+    if asked["with_cuda"] == "auto" and not choice.build:
+        paths = [path for path in paths if not path.endswith(".cu")]
+        reason = f"{choice.reason}; {choice.fix}"  # without a $; its quotes get lost
+        cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a string literal, quoted for a shell
+    if not paths:
+        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
+    if asked["native"]:
+        extra = [] if portable else words_of("CALCOPS_CFLAGS")
+        # Without -fopenmp, parallel_for is a plain loop. The library loads torch's libgomp, because
+        # torch's folder is in its rpath.
+        cflags += [portable or _THIS_PROCESSOR, "-fopenmp", "-Wall"]
+        ldflags = ["-fopenmp", *extra]
+    given = [os.path.realpath(path) for path in asked["sources"] if os.path.isdir(path)]
+    # A source that is a link is not resolved, because compilers search headers beside the link.
+    real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
+    root = os.path.commonpath([*given, *map(os.path.dirname, real)])
+    return Request(
+        name=name,
+        product=f"{name}.so",
+        root=os.path.dirname(real[0]) if root == "/" else root,
+        sources=tuple(real),
+        cflags=(*BASE, *cflags, *asked["extra_cflags"], *extra),
+        cuda_cflags=(*CUDA_BASE, *defines, *asked["extra_cuda_cflags"]),
+        ldflags=(*asked["extra_ldflags"], *ldflags, "-ltorch_python"),
+        include_paths=(*HEADERS, *given, *map(os.path.realpath, asked["extra_include_paths"])),
+        beside=asked["beside"],
+        cuda=choice,
+        asked=asked,
+        verbose=verbose,
+        portable=portable,
+    )
+
+
+def _check_torch_options(options) -> None:
+    """Check options of torch.utils.cpp_extension.load that the loader sets itself."""
+    for option, value in dict(options).items():
         if option not in _TORCH_OPTIONS:
             raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
         if value and value != _TORCH_OPTIONS[option]:
@@ -352,6 +407,12 @@ def request_for(
                 what += "; for a Python module call torch.utils.cpp_extension.load,"
                 what += " because calcops_jit.load makes operators in torch.ops"
             raise ValueError(f"calcops_jit.load: {what}")
+
+
+def _check_name(name, sources: list[str]) -> None:
+    """Check the name of a library of these sources."""
+    if name == "calcops" and sources == [OPERATORS]:
+        return
     allowed = r"(?!(?:calcops|runtime)$)[A-Za-z_][\w.-]{,199}"
     if not isinstance(name, str) or not re.fullmatch(allowed, name):
         words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
@@ -361,46 +422,6 @@ def request_for(
             f"expected `name` that is no namespace of PyTorch and no word of Python, got {name!r}"
         )
         raise ValueError(f"calcops_jit.load: {what}")
-    paths = _source_paths(sources)
-    cuda_sources = [path for path in paths if path.endswith(".cu")]
-    if with_cuda is None:
-        with_cuda = bool(cuda_sources)
-    if cuda_sources and not with_cuda:
-        what = f"expected `with_cuda` None or True, because {cuda_sources[0]} is a source"
-        raise ValueError(f"calcops_jit.load: {what}; got {with_cuda!r}")
-    folders = _absolute("extra_include_paths", extra_include_paths)
-    for path in filter(os.path.isfile, folders):
-        what = f"expected `extra_include_paths` as folders, got the file {path}"
-        raise ValueError(f"calcops_jit.load: {what}")
-    asked = {
-        "name": name,
-        "sources": paths,
-        "extra_cflags": _flags("extra_cflags", extra_cflags),
-        "extra_cuda_cflags": _flags("extra_cuda_cflags", extra_cuda_cflags),
-        "extra_ldflags": _flags("extra_ldflags", extra_ldflags),
-        "extra_include_paths": folders,
-        "with_cuda": with_cuda,
-        "check": bool(check),
-        "beside": beside,
-    }
-    # A source that is a link is not resolved, because compilers search headers beside the link.
-    real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
-    root = os.path.commonpath(map(os.path.dirname, real))
-    defines = [f"-DTORCH_EXTENSION_NAME={name}", *([CHECK] if check else [])]
-    return Request(
-        name=name,
-        product=f"{name}.so",
-        root=os.path.dirname(real[0]) if root == "/" else root,
-        sources=tuple(real),
-        cflags=(*BASE, *defines, *asked["extra_cflags"]),
-        cuda_cflags=(*CUDA_BASE, *defines, *asked["extra_cuda_cflags"]),
-        ldflags=(*asked["extra_ldflags"], "-ltorch_python"),
-        include_paths=(*HEADERS, *map(os.path.realpath, folders)),
-        beside=beside,
-        cuda=cuda.choose(needed=True) if with_cuda else cuda.Choice(),
-        asked=asked,
-        verbose=verbose,
-    )
 
 
 def again(request: Request, followed: Callable[[str], str]) -> Request:
@@ -408,8 +429,6 @@ def again(request: Request, followed: Callable[[str], str]) -> Request:
 
     `followed` returns the present form of a flag for the linker. BuildError: a source is gone.
     """
-    if request.asked is None:
-        return own()
     ldflags = [followed(flag) for flag in request.asked["extra_ldflags"]]
     try:
         return request_for(**request.asked | {"extra_ldflags": ldflags})
@@ -417,25 +436,33 @@ def again(request: Request, followed: Callable[[str], str]) -> Request:
         raise BuildError(f"cannot build {request.name}: {error}") from None
 
 
-def _source_paths(sources) -> list[str]:
-    """Return the absolute paths of the sources, which exist."""
-    paths = _absolute("sources", sources)
-    if not paths:
-        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
+def _files_of(paths: list[str]) -> list[str]:
+    """Return the absolute paths of the sources, which exist. A folder stands for those in it."""
+    files = []
     for path in paths:
         if os.path.isdir(path):
-            what = f"expected `sources` as files, got the folder {path}"
-            raise ValueError(f"calcops_jit.load: {what}")
+            files += _sources_in(os.path.realpath(path))
+            continue
         if not os.path.isfile(path):
             raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
         for endings, place in _NO_SOURCES.items():
             if path.endswith(endings):
                 what = f"expected `sources` of C++ or CUDA; {path} belongs {place}"
                 raise ValueError(f"calcops_jit.load: {what}")
-        if not path.endswith(_SOURCES):
-            what = f"expected `sources` that end with {' '.join(_SOURCES)}, got {path}"
+        if not path.endswith(SOURCES):
+            what = f"expected `sources` that end with {' '.join(SOURCES)}, got {path}"
             raise ValueError(f"calcops_jit.load: {what}")
-    return paths
+        files.append(path)
+    return files
+
+
+def _sources_in(folder: str) -> list[str]:
+    """Return the sources in a folder and in its folders. Hidden ones and `_folder` are left out."""
+    with os.scandir(folder) as found:
+        names = sorted(entry.name for entry in found if entry.is_dir())
+    folders = [folder, *(f"{folder}/{name}" for name in names if name[0] not in "._")]
+    files = [f"{place}/{name}" for place in folders for name in sorted(os.listdir(place))]
+    return [file for file in files if file.endswith(SOURCES) and "/." not in file]
 
 
 def _absolute(argument: str, value) -> list[str]:

@@ -1,0 +1,118 @@
+"""Libraries for machines without a compiler: the folder `prebuilt` among a library's sources.
+
+    <sources>/prebuilt/<name>-<digest of the request's facts>/<digest>/
+        <name>.so        the library
+        manifest         as in the cache
+
+A wheel of the package has this folder, which is only read. It has one library for each PyTorch for
+which `python -m calcops_jit prebuild` was called. The library is for processors with x86-64-v3.
+
+A library fits if all flags, the build of PyTorch, and the bytes of the sources and of the loader
+are the same. Compilers and the system's headers are not compared, because a machine may have none.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+
+from . import cache, cuda
+from .cache import Build
+from .messages import report
+from .processor import MACHINE, lacking
+from .request import Request, request_of
+
+_PROCESSOR = "-march=x86-64-v3"
+_WITHOUT_CUDA = cuda.Choice(
+    reason="the prebuilt library is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
+)
+
+
+def find(wanted: Request, reasons: list[str]) -> Build | None:
+    """Return the prebuilt library for this machine, or None.
+
+    Why the others do not fit is appended to `reasons`.
+    """
+    for path in sorted(glob.glob(f"{glob.escape(wanted.root)}/prebuilt/{wanted.name}-*/*")):
+        try:
+            return _checked(path, wanted)
+        except cache.UNFIT as problem:
+            reasons.append(str(problem))
+    return None
+
+
+def _checked(path: str, wanted: Request) -> Build:
+    """Return the build in a folder. UNFIT: it does not fit this machine."""
+    facts = cache.read_checked(f"{path}/manifest")["facts"]
+    choice = cuda.Choice() if wanted.asked["with_cuda"] is False else _WITHOUT_CUDA
+    if "CUDA" in facts:
+        version, arches = facts["CUDA"]
+        choice = cuda.Choice(build=True, version=version, arches=arches)
+    flags = os.environ.get("CALCOPS_CFLAGS")
+    problem = lacking(facts["portable"]) or _other_cuda(wanted.cuda, choice)
+    if flags and wanted.asked["native"]:
+        problem = f"CALCOPS_CFLAGS={flags}"
+    if problem:
+        raise ValueError(problem)
+    portable = request_of(wanted.asked, choice, facts["portable"])
+    for difference in cache.differences(facts, portable.facts):
+        raise ValueError(difference)
+    return cache.checked(path, portable)
+
+
+def _other_cuda(wanted: cuda.Choice, built: cuda.Choice) -> str:
+    """Return why a library with the choice `built` does not fit the choice `wanted`; "" if it does.
+
+    A library for CUDA fits a machine without nvcc or without a GPU, too.
+    """
+    if built.build and os.environ.get("CALCOPS_CUDA") == "0":
+        return wanted.reason
+    if built.build and wanted.build and wanted.arches not in ("", built.arches):
+        return f"its GPU architectures are {built.arches}, not {wanted.arches}"
+    if not built.build and (wanted.build or wanted.fatal):
+        return f"it is for CPUs, and {'CUDA was asked for' if wanted.fatal else 'nvcc is here'}"
+    return ""
+
+
+def write(wanted: Request) -> str:
+    """Build a library for other machines, and put it beside its sources. Return its path.
+
+    BuildError: it cannot be built, or another machine could not use it.
+    """
+    from .build import built
+
+    flags = os.environ.get("CALCOPS_CFLAGS") or _PROCESSOR
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda.DEFAULT_ARCHES)  # no GPU is needed
+    choice = cuda.Choice()
+    if wanted.asked["with_cuda"] == "auto":
+        os.environ.setdefault("CALCOPS_CUDA", "1" if cuda.find_toolkit()[0] else "0")
+        choice = cuda.choose()
+        if not choice.build and not choice.fatal:
+            choice = _WITHOUT_CUDA
+    elif wanted.asked["with_cuda"]:
+        choice = cuda.choose(needed=True)
+    portable = request_of(wanted.asked, choice, flags)
+    foreign = [path for path in portable.include_paths if portable.fold(path)[0] != "@"]
+    for is_wrong, evidence, fix in (
+        (MACHINE != "x86_64", f"this is {MACHINE}", "build on the other machine"),
+        (foreign, f"{foreign[:1]} is outside of {portable.root}", "move these headers there"),
+        (lacking(flags), lacking(flags), f"CALCOPS_CFLAGS={_PROCESSOR}"),
+    ):
+        if is_wrong:
+            raise report(f"cannot prebuild {wanted.name}", [evidence], fix)
+    found = cache.find(portable) or built(portable, [])
+    with open(found.path, "rb") as file:
+        if b"libtorch_python" in file.read():
+            what = "it calls Python, so it would fit this version alone"
+            raise report(f"cannot prebuild {wanted.name}", [what], "call PyTorch's C++ instead")
+    target = f"{portable.root}/prebuilt/{portable.entry}/{found.digest}"
+    cache.remove(os.path.dirname(target))
+    shutil.copytree(os.path.dirname(found.path), target)
+    # Every machine can compare the files beside the library.
+    inputs = vars(found.inputs)
+    files = {path: state for path, state in inputs["files"].items() if path[0] == "@"}
+    absent = {path: names for path, names in inputs["absent"].items() if path[0] == "@"}
+    portable_inputs = inputs | {"files": files, "absent": absent}
+    cache.write_checked(f"{target}/manifest", found.manifest | {"inputs": portable_inputs})
+    return f"{target}/{portable.product}"
