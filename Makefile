@@ -63,8 +63,17 @@ venv: .venv/.base ### create .venv; install again only after pyproject.toml chan
 build: .venv/.base ## build the operators into the cache
 	$(python) -m calcops_jit build
 
+# A library lies among the sources only while it is packed, because an import of this checkout would use it.
+prebuilt = ops/prebuilt calcops/ops/prebuilt build/wheel
+setup = --config-settings=--global-option=
 wheel: .venv/.wheel $(torch:%=.venv-torch-%/.ready) ## dist/*.whl for machines without a compiler; torch="2.10 2.13": for these PyTorches, too
-	$(python) -m _calcops_jit.wheel dist $(torch:%=.venv-torch-%/bin/python)
+	rm -rf $(prebuilt)
+	trap 'rm -rf $(prebuilt)' EXIT; set -e; for python in $(python) $(torch:%=.venv-torch-%/bin/python); do \
+	  $$python -m calcops_jit prebuild; $$python -c 'import calcops.ops'; $$python -m calcops_jit prebuild calcops_models; \
+	  label=$$label$$($$python -c 'import re, torch; print(re.sub(r"\W+", ".", f".{torch.__version__}"), end="")'); \
+	done; $(python) -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist . \
+	  $(setup)build $(setup)--build-base=build/wheel $(setup)egg_info $(setup)--tag-build=+torch$$label \
+	  --config-settings=--build-option=--plat-name=linux_x86_64
 
 # If find_toolkit finds no nvcc, PyPI's wheels serve as the toolkit. Their release must be the one of torch.version.cuda.
 cuda: .venv/.base ## build for CPU and CUDA; without nvcc on this machine, install it from PyPI

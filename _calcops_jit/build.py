@@ -36,7 +36,7 @@ from .compile import (
 from .inputs import Changed, Inputs, digest, inputs_of, paths_in_flags, place_of, state_of
 from .messages import Progress, explain, report, say, warnings_of
 from .registration import described
-from .request import OPERATORS, SHADOW, Request, runtime
+from .request import SHADOW, Request, runtime
 
 _KEPT = 4  # folders of builds in an entry
 _MAX_WARNINGS = 3
@@ -93,7 +93,7 @@ def _built_in(entry: str, request: Request, reasons: list[str]) -> Build:
 
 def _warnings(request: Request, log: str) -> list[str]:
     """Return the first warnings of the compilers about a user's sources."""
-    if request.asked is None or request.root == OPERATORS:
+    if request.is_own:
         return []
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = warnings_of(file.read())

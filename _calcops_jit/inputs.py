@@ -167,8 +167,8 @@ def place_of(product: str, inputs: Inputs, request) -> str:
 
     Compilers may split a string. So the sources and their headers are searched, too.
     """
-    # Checkouts share the runtime, and the folder of a cell is a temporary one.
-    if request.asked is None or request.is_cell:
+    # Checkouts share the project's libraries, and the folder of a cell is a temporary one.
+    if request.is_own or request.portable or request.is_cell:
         return ""
     with open(product, "rb") as file:
         # PyTorch may be in the folder, and its headers name themselves.

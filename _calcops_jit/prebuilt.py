@@ -13,6 +13,7 @@ are the same. Compilers and the system's headers are not compared, because a mac
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import shutil
@@ -34,12 +35,18 @@ def find(wanted: Request, reasons: list[str]) -> Build | None:
 
     Why the others do not fit is appended to `reasons`.
     """
-    for path in sorted(glob.glob(f"{glob.escape(wanted.root)}/prebuilt/{wanted.name}-*/*")):
+    for path in _paths(wanted):
         try:
             return _checked(path, wanted)
         except cache.UNFIT as problem:
             reasons.append(str(problem))
     return None
+
+
+def _paths(wanted: Request) -> list[str]:
+    """Return the folders of the prebuilt libraries of a name."""
+    pattern = f"{wanted.name}-{'[0-9a-f]' * 16}/*"
+    return sorted(glob.glob(f"{glob.escape(wanted.root)}/prebuilt/{pattern}"))
 
 
 def _checked(path: str, wanted: Request) -> Build:
@@ -96,7 +103,11 @@ def write(wanted: Request) -> str:
     foreign = [path for path in portable.include_paths if portable.fold(path)[0] != "@"]
     for is_wrong, evidence, fix in (
         (MACHINE != "x86_64", f"this is {MACHINE}", "build on the other machine"),
-        (foreign, f"{foreign[:1]} is outside of {portable.root}", "move these headers there"),
+        (
+            foreign,
+            f"{''.join(foreign[:1])} is outside of {portable.root}",
+            "move its headers there",
+        ),
         (lacking(flags), lacking(flags), f"CALCOPS_CFLAGS={_PROCESSOR}"),
     ):
         if is_wrong:
@@ -106,8 +117,15 @@ def write(wanted: Request) -> str:
         if b"libtorch_python" in file.read():
             what = "it calls Python, so it would fit this version alone"
             raise report(f"cannot prebuild {wanted.name}", [what], "call PyTorch's C++ instead")
+    for path in _paths(portable):
+        with contextlib.suppress(*cache.UNFIT):
+            if (
+                cache.read_checked(f"{path}/manifest")["facts"]["PyTorch"]
+                != portable.facts["PyTorch"]
+            ):
+                continue
+        cache.remove(os.path.dirname(path))
     target = f"{portable.root}/prebuilt/{portable.entry}/{found.digest}"
-    cache.remove(os.path.dirname(target))
     shutil.copytree(os.path.dirname(found.path), target)
     # Every machine can compare the files beside the library.
     inputs = vars(found.inputs)

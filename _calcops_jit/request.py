@@ -197,6 +197,11 @@ class Request(SimpleNamespace):
         return programs
 
     @property
+    def is_own(self) -> bool:
+        """Return True for the project's operators and the runtime."""
+        return self.root in (OPERATORS, CONTRACTS)
+
+    @property
     def is_cell(self) -> bool:
         """Return True for a cell of a notebook, whose folder is a temporary one."""
         return f"/{CELLS}" in self.root

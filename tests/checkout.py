@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 from programs import ROOT as HERE
@@ -424,11 +425,21 @@ def wheel_of(source: Path, folder: Path) -> Path:
 
 
 def built_wheel(source: Path, folder: Path, *pythons: str, **variables) -> Path:
-    """Build a wheel of a checkout as `make wheel` does, and return its path."""
+    """Build a wheel of a checkout as `make wheel` does, without calcops_models; return its path."""
     variables["PYTHONPATH"] = str(source)
-    module = re.search(r"-m (\S+wheel) dist", (HERE / "Makefile").read_text())[1]
-    built = run(sys.executable, "-m", module, folder, *pythons, cwd=source, **variables)
-    return Path(built.stdout.strip())
+    for python in sys.executable, *pythons:
+        run(python, "-m", "calcops_jit", "prebuild", cwd=source, **variables)
+    rule = (HERE / "Makefile").read_text().partition("\nwheel: ")[2].partition("\n\n")[0]
+    label = re.sub(r"\W+", ".", version("torch"))
+    settings = [
+        option.replace("$(setup)", "--config-settings=--global-option=").replace(
+            "$$label", f".{label}"
+        )
+        for option in re.findall(r"(?:\$\(setup\)|--config-settings=)\S+", rule)
+    ]
+    pip("wheel", "--no-build-isolation", "-w", folder, source, *settings)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def contents(wheel: Path) -> dict[str, bytes]:

@@ -193,15 +193,18 @@ def test_a_file_that_is_no_source_is_refused_with_the_place_where_it_belongs(sou
         calcops_jit.load("mine", [source, other])
 
 
-def test_a_source_of_another_kind_or_a_folder_or_cuda_that_is_off_is_refused(source):
+def test_a_source_of_another_kind_or_an_empty_folder_or_cuda_that_is_off_is_refused(source):
     for name in "a.txt", "a.cu":
         source.with_name(name).touch()
     with pytest.raises(ValueError, match=r"`sources` that end with \.cpp .*, got .*a\.txt"):
         calcops_jit.load("mine", source.with_name("a.txt"))
-    with pytest.raises(ValueError, match="as files, got the folder "):
-        calcops_jit.load("mine", source.parent)
-    with pytest.raises(ValueError, match="`with_cuda` None or True, because .*a.cu is a source"):
+    with pytest.raises(ValueError, match="`with_cuda` None, True or 'auto', because .*a.cu is a "):
         calcops_jit.load("mine", source.with_name("a.cu"), with_cuda=False)
+    with pytest.raises(ValueError, match="`with_cuda` None, True, False or 'auto', got 'yes'"):
+        calcops_jit.load("mine", source, with_cuda="yes")
+    (source.parent / "empty").mkdir()
+    with pytest.raises(ValueError, match="with at least one file, got none"):
+        calcops_jit.load("mine", source.parent / "empty")
 
 
 def test_a_python_module_is_left_to_torch(source):
@@ -235,6 +238,34 @@ def test_sources_of_one_base_name_do_not_overwrite_each_others_object(checkout):
     assert checkout.loaded(sources=sources) == 30
     checkout.put("two/two.h", "#define SECOND 21\n")
     assert checkout.loaded(sources=sources) == 31
+
+
+def test_a_folder_stands_for_the_sources_in_it_and_follows_new_ones(checkout):
+    checkout.put("mine/mine.cpp", '#include "part/part.h"\nint answer_of() { return PART; }\n')
+    checkout.put("mine/part/part.h", "#define PART 4\n")
+    checkout.put("mine/part/part.cpp", "int answer_of();\n" + ANSWER.format("return answer_of();"))
+    checkout.put("mine/_left_out/no.cpp", "#error no\n")
+    checkout.put("mine/.hidden.cpp", "#error no\n")
+    checkout.put("mine/kernel.cu", "#error without CUDA\n")
+    options = {"sources": "mine", "with_cuda": "auto", "CALCOPS_CUDA": "0"}
+    assert checkout.loaded(**options) == 4
+    assert checkout.compiled() == 2
+    checkout.put("mine/part/part.h", "#define PART 5\n")
+    assert checkout.loaded(**options) == 5
+    assert checkout.compiled() == 1
+    checkout.put("mine/new/new.cpp", "int added() { return 0; }\n")
+    assert checkout.loaded(**options) == 5
+    assert [line for line in checkout.commands() if "new.cpp" in line]
+
+
+def test_a_native_library_has_the_processor_openmp_and_the_flags_of_the_environment(checkout):
+    macros = "#if !defined(_OPENMP) || !defined(FROM_ENVIRONMENT)\n#error no\n#endif\n"
+    checkout.put("mine.cpp", macros + ANSWER.format("return FROM_ENVIRONMENT;"))
+    for value in 6, 7:
+        flags = f"-DFROM_ENVIRONMENT={value}"
+        assert checkout.loaded(native=True, CALCOPS_CFLAGS=flags) == value
+    assert "=native" in checkout.commands()[0]
+    assert "no" in checkout.load(CALCOPS_CFLAGS="-DFROM_ENVIRONMENT=1").err
 
 
 @pytest.mark.parametrize("name", ["a b é", "a;b^c", "(a),'b", "a$b|c:d"])

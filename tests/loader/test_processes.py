@@ -653,3 +653,63 @@ def test_the_cache_keeps_eight_builds_of_a_library(checkout):
     checkout.compiled()
     checkout.write("ops/tiny/tiny.h", "#define ANSWER 9\n")
     assert (checkout.answer(), checkout.compiled()) == (9, 0)
+
+
+# Begins a script that runs on another machine, which does not see this one's locks.
+ON_MACHINE = """
+import builtins, fcntl, io
+fcntl.flock = lambda fd, operation: None
+def open(path, mode="r", *arguments, real=builtins.open, **options):
+    if path == "/proc/sys/kernel/random/boot_id":
+        return io.StringIO({name!r})
+    return real(path, mode, *arguments, **options)
+builtins.open = open
+"""
+
+
+def folders_of_builds(checkout) -> list[Path]:
+    return sorted(path for path in checkout.cache.glob("calcops-*/build.*") if path.is_dir())
+
+
+def test_machines_that_do_not_see_each_others_locks_build_in_folders_of_their_own(checkout):
+    checkout.slow.touch()
+    children = [checkout.start(ON_MACHINE.format(name=name) + CALL) for name in ("one", "two")]
+    wait_for(lambda: checkout.log.exists() and checkout.log.read_text().count("tiny.cpp") >= 2)
+    assert len(folders_of_builds(checkout)) == 2
+    checkout.slow.unlink()
+    for child in children:
+        assert (child.wait().code, child.out) == (0, "1\n"), child.err
+    assert len(checkout.libraries()) == 1
+
+
+def test_containers_of_one_machine_share_a_folder_and_a_restart_compiles_what_was_edited(checkout):
+    checkout.write("ops/tiny/other.cpp", "int other() { return 0; }\n")
+    for i in range(6):
+        checkout.write("ops/tiny/tiny.h", f"#define ANSWER {i}\n")
+        child = checkout.run(ON_MACHINE.format(name="one") + CALL)
+        assert child.out == f"{i}\n", child.err
+    assert len(folders_of_builds(checkout)) == 1
+    checkout.compiled()
+    for i in range(6):
+        checkout.write("ops/tiny/tiny.h", f"#define ANSWER {10 + i}\n")
+        child = checkout.run(ON_MACHINE.format(name=f"restarted {i}") + CALL)
+        assert child.out == f"{10 + i}\n", child.err
+        assert [line for line in checkout.commands() if "other.cpp" in line] == []
+    assert len(folders_of_builds(checkout)) == 4
+
+
+def test_a_folder_in_which_another_machine_builds_is_not_removed(checkout, tmp_path):
+    waits = tmp_path / "waits"
+    waits.touch()
+    hook = checkout.hook(
+        f'case "$*" in *" -c "*tiny.cpp*) while [ -e {waits} ]; do sleep 0.02; done;; esac'
+    )
+    builder = checkout.start(ON_MACHINE.format(name="builder") + CALL, **hook)
+    wait_for(checkout.is_compiling)
+    (folder,) = folders_of_builds(checkout)
+    for i in range(6):
+        checkout.write("ops/tiny/tiny.h", f"#define ANSWER {10 + i}\n")
+        checkout.run(ON_MACHINE.format(name=f"other {i}") + CALL)
+    assert folder in folders_of_builds(checkout)
+    waits.unlink()
+    assert builder.wait().out == "15\n", builder.err

@@ -1,16 +1,16 @@
-"""A wheel with built libraries. It needs no compiler, loads the library that suits the processor,
-and never an outdated one."""
+"""A wheel with prebuilt libraries. It needs no compiler, and never loads an outdated library."""
 
 import os
 import re
 import shutil
 import subprocess
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from checkout import (
+    ANSWER,
     AUDITED,
     CALL,
     MAIN,
@@ -32,7 +32,7 @@ if os.uname().machine != "x86_64":
 pytest.importorskip("setuptools", minversion="77", reason="the build backend")
 
 NO_COMPILER = {"PATH": "/nowhere", "HOME": "/nowhere", "CXX": None}
-# The answer is the level of x86-64 for which the source was compiled: 2, 3 or 4.
+# The answer is 3 if the source was compiled for x86-64-v3.
 LEVEL = """
 #include "tiny/tiny.h"
 extern "C" __attribute__((visibility("default"))) int answer() {
@@ -45,7 +45,7 @@ extern "C" __attribute__((visibility("default"))) int answer() {
 #endif
 }
 """
-# The words of /proc/cpuinfo that each level of the x86-64 psABI adds.
+# The words of /proc/cpuinfo that x86-64-v2, -v3 and -v4 add.
 ADDED = [
     "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3",
     "abm avx avx2 bmi1 bmi2 f16c fma movbe xsave",
@@ -61,7 +61,7 @@ def processor(words: str) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Return a checkout with one operator, which returns the level that it was compiled for."""
+    """Return a checkout with one operator, which says for which processors it was compiled."""
     source = copy(tmp_path_factory.mktemp("source") / "calcops")
     replace_runtime(source / "contracts")
     shutil.rmtree(source / "ops")
@@ -96,7 +96,7 @@ class Installed:
         child = self.run(script, **(NO_COMPILER | variables))
         assert child.code == 1, child.out
         assert "no C++ compiler" in child.err
-        reasons = re.findall(r"^.*\bwheel\b.*$", child.err, re.MULTILINE)
+        reasons = re.findall(r"^.*\bprebuilt\b.*$", child.err, re.MULTILINE)
         assert len(reasons) == 1, child.err
         return reasons[0]
 
@@ -111,34 +111,29 @@ def installed(wheel, tmp_path):
 # ---- its files -----------------------------------------------------------------------------------
 
 
-def test_a_built_wheel_is_a_plain_wheel_with_a_library_for_each_level(source, wheel, tmp_path):
-    label = re.sub(r"[^0-9A-Za-z]+", ".", torch.__version__)
-    name = rf"calcops-[\d.]+\+torch{re.escape(label)}-py3-none-linux_x86_64\.whl"
+def test_a_built_wheel_is_a_plain_wheel_with_a_library_among_the_sources(source, wheel, tmp_path):
+    label = re.sub(r"\W+", ".", version("torch"))
+    name = rf"calcops-[\d.]+\+torch\.{re.escape(label)}-py3-none-linux_x86_64\.whl"
     assert re.fullmatch(name, wheel.name)
 
     def relevant(files):
         return {name: data for name, data in files.items() if ".dist-info/" not in name}
 
     files = contents(wheel)
+    shutil.rmtree(source / "ops/prebuilt")
     plain_files = relevant(contents(wheel_of(source, tmp_path)))
     assert plain_files.items() <= files.items()
     added = relevant(files).keys() - plain_files.keys()
-    assert all(name.startswith("_calcops_jit/built/") for name in added)
-    assert sum(name.endswith(".so") for name in added) == 3
-    (about,) = [data.decode() for name, data in files.items() if name.endswith(".dist-info/WHEEL")]
-    assert "Root-Is-Purelib: false\n" in about
+    assert sorted(name.rpartition("/")[2] for name in added) == ["calcops.so", "manifest"]
+    assert all(name.startswith("_calcops_jit/ops/prebuilt/calcops-") for name in added)
 
 
-def test_libraries_of_a_wheel_find_pytorch_beside_themselves_and_need_no_libpython(installed):
-    libraries = list(installed.package.rglob("*.so"))
-    assert libraries
-    for library in libraries:
-        dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
-        folders = re.search(r"R(?:UN)?PATH.*\[(.*)\]", dynamic)[1].split(":")
-        folders = [os.path.normpath(f.replace("$ORIGIN", str(library.parent))) for f in folders]
-        assert str(installed.path / "torch/lib") in folders
-        assert "libpython" not in dynamic
-        assert "libtorch_python" not in dynamic
+def test_a_library_of_a_wheel_needs_no_python_and_has_no_path_of_its_builder(installed):
+    (library,) = installed.package.rglob("*.so")
+    dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+    assert "Dynamic section" in dynamic
+    for word in "libpython", "libtorch_python", "RPATH", "RUNPATH":
+        assert word not in dynamic
 
 
 # ---- a library that fits -------------------------------------------------------------------------
@@ -160,27 +155,30 @@ print(calcops_jit.library_path(), events)
     command = [environment, "-c", script]
     child = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
     level, last = child.stdout.splitlines()
-    assert int(level) in (2, 3, 4)
-    assert re.fullmatch(rf"{site}/_calcops_jit/built/\S+\.so \[\]", last), last
+    assert level == "3"
+    assert re.fullmatch(rf"{site}/_calcops_jit/ops/prebuilt/\S+\.so \[\]", last), last
     assert child.stderr == ""
     assert set(site.rglob("*")) == before
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
-    "words, level",
+    "words, lacking",
     [
-        (V2, 2),
-        (V3, 3),
-        (V4, 4),
-        (V4.replace("avx512vl", ""), 3),
-        (V4.replace("fma", ""), 2),
-        (V2 + " avx512f", 2),
+        (V3, ""),
+        (V4, ""),
+        (V4.replace("fma ", ""), "no fma"),
+        (V2, "no abm"),
+        (V2 + " avx512f", "no abm"),
+        (V3.replace("cx16", ""), "no cx16"),
     ],
 )
-def test_a_wheel_loads_the_best_library_that_the_processor_can_run(installed, words, level):
-    child = installed.run(processor(words) + CALL, **NO_COMPILER)
-    assert (child.out, child.err) == (f"{level}\n", "")
+def test_a_library_of_a_wheel_is_loaded_if_the_processor_can_run_it(installed, words, lacking):
+    if lacking:
+        assert lacking in installed.refusal(processor(words) + CALL)
+    else:
+        child = installed.run(processor(words) + CALL, **NO_COMPILER)
+        assert (child.out, child.err) == ("3\n", "")
 
 
 def test_a_library_of_a_wheel_is_found_without_building_and_by_the_commands(installed):
@@ -204,7 +202,7 @@ def test_a_library_of_a_wheel_is_found_without_building_and_by_the_commands(inst
     [
         ("import torch; torch.__version__ = '2.14.0'", "2.14.0"),
         ("import torch; torch.version.git_version = 'abc'", "PyTorch"),
-        (processor("sse4_1 popcnt"), "x86-64-v2"),
+        (processor("sse4_1 popcnt"), "x86-64-v3"),
         ("import os; os.environ['CALCOPS_CFLAGS'] = '-march=x86-64-v3'", "x86-64-v3"),
     ],
     ids=["PyTorch's version", "PyTorch's commit", "the processor", "CALCOPS_CFLAGS"],
@@ -234,7 +232,7 @@ def test_a_cpu_library_is_refused_if_a_build_here_would_have_cuda(
     )
     if words:
         assert words in child.err
-        assert re.search(r"\bwheel\b", child.err)
+        assert re.search(r"\bprebuilt\b", child.err)
     else:
         assert (child.code, child.err) == (0, "")
 
@@ -264,7 +262,8 @@ def test_a_wheel_with_an_edited_file_is_refused_with_its_name(installed, file, t
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "gone"])
 def test_damaged_files_of_a_wheel_are_reported_and_never_loaded(installed, damage):
     """First the libraries are damaged, then the other files beside them."""
-    built = [path for path in (installed.package / "built").rglob("*") if path.is_file()]
+    folder = installed.package / "ops/prebuilt"
+    built = [path for path in folder.rglob("*") if path.is_file()]
     libraries = [path for path in built if path.suffix == ".so"]
     for damaged in libraries, [path for path in built if path.suffix != ".so"]:
         texts = {path: path.read_bytes() for path in damaged}
@@ -281,11 +280,11 @@ def test_an_unsuitable_library_of_a_wheel_is_rebuilt_once_and_follows_edits(inst
 {CALL}
 from pathlib import Path
 Path({str(installed.package / "ops/tiny/tiny.h")!r}).write_text("#define ANSWER 100")
-print(calcops_jit.reload(), "/built/" in calcops_jit.library_path())
+print(calcops_jit.reload(), "/prebuilt/" in calcops_jit.library_path())
 """
     child = installed.run(script, CALCOPS_CUDA="0")
     assert child.out.splitlines()[1:] == ["['calcops'] False"], child.err
-    (line,) = re.findall(r"^.*\bwheel\b.*$", child.err, re.MULTILINE)
+    (line,) = re.findall(r"^.*\bprebuilt\b.*$", child.err, re.MULTILINE)
     assert "ops/tiny/tiny.h" in line
     again = installed.run(CALCOPS_CUDA="0")  # from the cache
     assert int(again.out) >= 200
@@ -300,16 +299,23 @@ def test_build_in_an_installed_wheel_is_for_this_processor_and_preferred(install
     assert child.out.strip() == path
 
 
-def test_a_wheel_for_another_architecture_or_with_flags_is_not_built(checkout, tmp_path):
+def test_a_library_for_another_machine_that_could_not_use_it_is_not_prebuilt(checkout, tmp_path):
     as_arm = "import os; os.uname = lambda r=os.uname(): os.uname_result([*r[:4], 'aarch64'])\n"
-    folder = tmp_path / "dist"
-    run = "import runpy; runpy.run_module('_calcops_jit.wheel', run_name='__main__')"
     for preamble, variables, words in (
         (as_arm, {}, "aarch64"),
-        ("", {"CALCOPS_CFLAGS": "-DX"}, "CALCOPS_CFLAGS"),
+        ("", {"CALCOPS_CFLAGS": "-DX"}, "-DX names none of x86-64-v2 x86-64-v3 x86-64-v4"),
+        (processor(V3), {"CALCOPS_CFLAGS": "-march=x86-64-v4"}, "no avx512bw"),
     ):
-        child = checkout.run(preamble + run, arguments=[str(folder)], **variables)
+        child = checkout.run(preamble + MAIN, arguments=["prebuild"], **variables)
         assert child.code != 0
-        assert "cannot make a wheel" in child.err
+        assert "cannot prebuild calcops" in child.err
         assert words in child.err
-        assert not folder.exists()
+        assert not (checkout.path / "ops/prebuilt").exists()
+
+
+def test_a_library_that_only_this_machine_could_use_is_not_prebuilt(checkout, tmp_path):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    (tmp_path / "include").mkdir()
+    assert checkout.load(extra_include_paths=[str(tmp_path / "include")]).code == 0
+    child = checkout.main("prebuild", "mine", cwd=checkout.project)
+    assert (child.code, "include is outside of" in child.err) == (1, True), child.err
