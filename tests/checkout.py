@@ -395,7 +395,7 @@ PARTS = [
     "pyproject.toml",
 ]
 PARTS += ["calcops_jit.py", "_calcops_jit", "contracts", "ops", "calcops"]
-PARTS += ["bench", "tests", "examples"]
+PARTS += ["bench", "docs", "tests", "examples"]
 
 
 def copy(folder: Path) -> Path:

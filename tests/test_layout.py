@@ -194,7 +194,6 @@ def test_the_core_imports_nothing_but_torch_and_python():
         for module in imported(path) - own - sys.stdlib_module_names:
             found.setdefault(module, set()).add(path.name)
     assert found.pop("IPython") == {"messages.py", "notebook.py"}, "only in a notebook"
-    assert found.pop("setuptools") == {"wheel.py"}, "in the extra `wheel`"
     assert not found
 
 

@@ -10,7 +10,7 @@ import pytest
 from programs import ROOT, blocks, run
 
 PAGES = [*ROOT.glob("*.md")]
-FOLDERS = ("_calcops_jit", "bench", "calcops", "contracts", "ops", "examples", "tests")
+FOLDERS = ("_calcops_jit", "bench", "calcops", "contracts", "docs", "examples", "ops", "tests")
 for folder in FOLDERS:
     PAGES += ROOT.glob(f"{folder}/**/*.md")
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
@@ -130,9 +130,8 @@ def test_the_code_reads_every_environment_variable_of_the_readmes(name):
 def test_the_map_of_the_loader_names_every_module_and_what_it_imports():
     """A row begins with the module as `folder/name`, and ends with its imports without folders."""
     package = ROOT / "_calcops_jit"
-    rows = re.findall(
-        r"^\| \[([\w/]+)\]\(\S+\) \| .+ \| ?(.*) \|$", TEXTS["_calcops_jit/README.md"], re.MULTILINE
-    )
+    page = TEXTS["docs/how_it_hangs_together.md"]
+    rows = re.findall(r"^\| \[([\w/]+)\]\(\S+\) \| .+ \| ?(.*) \|$", page, re.MULTILINE)
     modules = {"calcops_jit": ROOT / "calcops_jit.py"}
     for path in [*package.glob("[!_]*.py"), *package.glob("[!_]*/[!_]*.py")]:
         modules[str(path.relative_to(package).with_suffix(""))] = path
