@@ -12,7 +12,6 @@ return of the first call.
 
 import argparse
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-PARTS = ("calcops_jit.py", "_calcops_jit", "contracts", "ops")
+PARTS = ("calcops_jit.py", "_calcops_jit", "contracts", "ops", "calcops")
 EDITED = (
     "force/force_cpu.cpp",
     "force/force_math.h",
@@ -51,6 +50,23 @@ CALL = (
     "torch.ones(1, 2, 4, 3))"
 )
 IMPORT = "import calcops_jit\nfor name in dir(calcops_jit): getattr(calcops_jit, name)"
+MODELS = "import calcops_jit, calcops.nep"
+# Prints the memory of the largest process among the compilers of a script, in MB.
+LARGEST = (
+    "{}\nimport resource\nprint(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3)\n"
+)
+CONTRACT = """\
+#include <calcops/operator.h>
+const calcops::Contract contract(R"(
+twice(Tensor x) -> Tensor y
+x  [N]; float32.
+y  [N]; like x.
+)");
+void twice(calcops::View<const float, 1> x, calcops::View<float, 1> y) {
+  for (int64_t i = 0; i < x.shape[0]; ++i) y(i) = 2 * x(i);
+}
+const calcops::Kernel cpu("twice", twice);
+"""
 LOAD = "import calcops_jit\ncalcops_jit.load('{0}', ['{0}.cpp']).twice(torch.ones(1))"
 # Prints for each of three edits the seconds of reload(), those without ninja, and those of a
 # reload() without an edit. ninja is a script that logs when it began and ended.
@@ -84,9 +100,10 @@ exit $code
 """
 # A load of PyTorch as its documentation shows it: torch/extension.h in every source, default flags.
 PLAIN = """
-import os
+import os, shutil
 from torch.utils import cpp_extension
-os.makedirs("plain", exist_ok=True)
+shutil.rmtree("plain", ignore_errors=True)
+os.makedirs("plain")
 names = [f"plain{i}" for i in range(5)]
 for i, name in enumerate(names):
     block = 'TORCH_LIBRARY(plain, m)' if i == 0 else 'TORCH_LIBRARY_FRAGMENT(plain, m)'
@@ -118,7 +135,7 @@ class Tree:
         self.revision = revision
         folder.mkdir()
         for part in PARTS:
-            commit = operators if part == "ops" else revision
+            commit = operators if part in ("ops", "calcops") else revision
             if commit and not listed(commit, part):
                 continue  # older commits have no contracts/
             if commit:
@@ -134,6 +151,7 @@ class Tree:
                 )
         (folder / "foreign.cpp").write_text(FOREIGN)
         (folder / "cell.cpp").write_text(CELL)
+        (folder / "contract.cpp").write_text(CONTRACT)
         (folder / "bin").mkdir()
         ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         wrapper = folder / "bin/ninja"
@@ -161,15 +179,39 @@ class Tree:
         path.write_text(f"{path.read_text()}// {time.time_ns()}\n")
 
 
+def cold_measures() -> Iterator[tuple[str, str, int, callable]]:
+    """Yield the measures of measures() that begin with an empty cache."""
+
+    def without_cache(measure, *arguments, **environment):
+        def measured(tree):
+            shutil.rmtree(tree.folder / "cache", ignore_errors=True)
+            return measure(tree, *arguments, **environment)
+
+        return measured
+
+    def largest(tree):
+        return tree.run(LARGEST.format(CALL))[-1][0]
+
+    load = LOAD.format("contract")
+    first_cell = without_cache(Tree.timed, load, CALCOPS_BUILD="0")
+    yield "a contract: first load without operators", "s", 3, first_cell
+    yield "largest process of a cold build", "MB", 1, without_cache(largest)
+    yield "torch's load of five units", "s", 3, without_cache(Tree.timed, PLAIN)
+    yield "cold build", "s", 3, without_cache(Tree.timed, CALL)
+
+    def models(tree):
+        for entry in tree.folder.glob("cache/calcops_models-*"):
+            shutil.rmtree(entry)
+        return tree.timed(MODELS)
+
+    yield "then import calcops.nep", "s", 3, models
+
+
 def measures(rounds: int) -> Iterator[tuple[str, str, int, callable]]:
     """Yield the name, the unit, the rounds, and a function of a Tree that returns seconds. A
     measure comes after those that it needs."""
 
-    def cold(tree):
-        shutil.rmtree(tree.folder / "cache", ignore_errors=True)
-        return tree.timed(CALL)
-
-    yield "cold build", "s", 1, cold
+    yield from cold_measures()
     yield "warm import", "ms", 5 * rounds, lambda tree: tree.timed(IMPORT)
 
     def edited(file, **environment):
@@ -242,7 +284,6 @@ def main() -> None:
             f"{len(os.sched_getaffinity(0))} processors, "
             f"load {os.getloadavg()[0]:.1f}; least (median)"
         )
-        plain = trees[-1].timed(PLAIN) if not options.only else 0.0
         rows = []
         for name, unit, rounds, measure in measures(options.rounds):
             is_needed = name == "cold build" or name.endswith("first load")
@@ -258,9 +299,6 @@ def main() -> None:
             columns = list(zip(*turns))
             rows.append((name, unit, columns))
             print(name, [min(column) for column in columns], file=sys.stderr, flush=True)
-            if name == "cold build" and plain:
-                ratios = [[column[0] / plain] for column in columns]
-                rows.append(("  over a plain load of five trivial units", "", ratios))
         if options.only in "reload":
             columns = []
             for tree in trees:
@@ -271,10 +309,6 @@ def main() -> None:
             rows.append(("  beyond compiler and linker", "ms", list(beyond_tools)))
             rows.append(("reload() without a change", "ms", list(without_edits)))
         table(names, rows)
-        print(
-            "peak memory of a compiler "
-            f"{resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6:.2f} GB"
-        )
 
 
 if __name__ == "__main__":
