@@ -226,3 +226,20 @@ def test_the_page_lists_the_internals_that_python_uses():
                 f"{each}.".startswith(f"{name}.") or name.startswith(f"{each}.") for each in known
             )
             check_use(path, name, is_listed)
+
+
+def test_a_file_of_each_row_uses_its_names():
+    # The code depends on what these do, and does not name them.
+    unnamed = {
+        "torch._ops._OpNamespace.__getattr__",
+        "torch.utils.cpp_extension.JIT_EXTENSION_VERSIONER",
+    }
+    texts = {str(path): path.read_text() for path in sources(".h", ".cpp", ".cc", ".py", ".map")}
+    for title, separator, column in ((r"C\+\+", "::", 2), ("Python", ".", 1)):
+        for cells in rows(title):
+            files = tuple(f"/{file}" for file in re.findall("`(.+?)`", cells[column]))
+            text = "".join(texts[path] for path in texts if path.endswith(files))
+            for name in names(cells[0], separator):
+                word = name.rpartition(separator)[2]
+                is_used = name in unnamed or re.search(rf"\b{word}\b", text)
+                assert is_used, f"none of {files} uses {name}: correct its row in {PAGE}"
