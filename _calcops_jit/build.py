@@ -166,14 +166,14 @@ def _build(request: Request, entry: str) -> tuple[str, Inputs]:
             # round begins with the variables in the request's facts.
             os.environ.clear()
             os.environ.update(request.environment)
-            units = _runtime(request, folder) if request.product.endswith(".so") else []
-            archives = [f"{folder}/{os.path.basename(unit.path)}" for unit in units]
+            linked_with = [_runtime(request, folder)] if request.product.endswith(".so") else []
+            archives = [f"{folder}/{os.path.basename(each.path)}" for each in linked_with]
             product, inputs = _compile(request, folder, archives)
             try:
                 inputs.check(request)  # no file was saved meanwhile
                 inputs.place = place_of(product, inputs, request)
-                for unit in units:
-                    inputs = inputs.merged(unit.inputs)
+                for each in linked_with:
+                    inputs = inputs.merged(each.inputs)
                 return product, inputs
             except Changed as change:
                 evidence = str(change)
@@ -248,34 +248,25 @@ def _time_of_use(folder: str) -> float:
     return 0.0
 
 
-def _runtime(request: Request, folder: str) -> list[Build]:
-    """Return the units of the runtime. If one must be compiled, so are the sources meanwhile.
-
-    Sources without contracts do not wait for the larger unit. It is linked if it is there.
+def _runtime(request: Request, folder: str) -> Build:
+    """Return the runtime. If it must be compiled, so are the sources meanwhile.
 
     A thread would not do. It would fork while this one holds a lock, and nobody would release the
     lock in the child.
     """
-    names = ["runtime", "registry"]
-    if jobs(request) == 1 or all(cache.find(runtime(name)) for name in names):
-        return [_unit(name, folder) for name in names]
-    with (
-        Child(lambda: _unit("registry", folder), os.devnull) as small,
-        Child(lambda: _unit("runtime", folder), os.devnull) as large,
-    ):
+    if jobs(request) == 1 or cache.find(runtime()):
+        return _copied_runtime(folder)
+    with Child(lambda: _copied_runtime(folder), os.devnull) as child:
         _compile(request, folder, [])
         _mark(folder, "runtime")
-        headers = set().union(*dependencies(folder).values())
-        if any(header.endswith("/calcops/operator.h") for header in headers):
-            return [large.result(), small.result()]
-        return [small.result()]
+        return child.result()
 
 
-def _unit(name: str, folder: str) -> Build:
-    """Return a unit of the runtime, and copy it to a folder, because `clean` may remove it."""
-    unit = built(runtime(name), [])
-    shutil.copyfile(unit.path, f"{folder}/{os.path.basename(unit.path)}")
-    return unit
+def _copied_runtime(folder: str) -> Build:
+    """Return the runtime, and copy it to a folder, because `clean` may remove it."""
+    build = built(runtime(), [])
+    shutil.copyfile(build.path, f"{folder}/{os.path.basename(build.path)}")
+    return build
 
 
 def _compile(request: Request, folder: str, archives: list[str]) -> tuple[str, Inputs]:

@@ -275,17 +275,17 @@ def quoted(text: str) -> str:
     return shlex.quote(text).replace("$", "$$")
 
 
-def runtime(unit: str) -> Request:
-    """Return the Request for a unit of the runtime: "runtime" for contracts, or "registry".
+def runtime() -> Request:
+    """Return the Request for the runtime.
 
-    It includes PyTorch's headers, and is built once for each PyTorch. It is an archive, from which
-    the linker takes what a library needs.
+    It includes PyTorch's headers, and is built once for each PyTorch. It is an archive, so that
+    the linker leaves it out of a library that registers nothing.
     """
     return Request(
         name="runtime",
-        product=f"{unit}.a",
+        product="runtime.a",
         root=CONTRACTS,
-        sources=(f"{CONTRACTS}/runtime/{unit}.cpp",),
+        sources=(f"{CONTRACTS}/runtime/runtime.cpp",),
         cflags=RUNTIME,
     )
 

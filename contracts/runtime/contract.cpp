@@ -17,12 +17,6 @@
 #include "operators.h"
 #include "vmap.h"
 
-// registry.cpp has these functions.
-namespace calcops_jit __attribute__((visibility("hidden"))) {
-  std::string message();
-  bool was_held();
-}  // namespace calcops_jit
-
 namespace calcops {
 namespace {
 

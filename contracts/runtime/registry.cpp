@@ -1,6 +1,6 @@
-// Registers a library's operators. The blocks of TORCH_LIBRARY in it
-// (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl is a step. commit()
-// registers all steps or none.
+// Registers a library's operators. This file is a part of runtime.cpp. The blocks of TORCH_LIBRARY
+// in the library (_calcops_jit/shadow/torch/library.h) are run once. Each def and impl is a step.
+// commit() registers all steps or none.
 //
 // In a C++ host, the library's initialisers call commit(). The loader (registration.py) compares
 // the steps first. It "holds" the library: while opening it, it registers an operator
@@ -49,7 +49,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     }
   };
 
-  // Return the message of the exception that is handled. contract.cpp calls this function, too.
+  // Return the message of the exception that is handled.
   std::string message() {
     try {
       throw;
@@ -120,7 +120,7 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     }
   };
 
-  // Return whether the loader opened this library. contract.cpp calls this function.
+  // Return whether the loader opened this library.
   bool was_held() { return Registry::here().held; }
 
   Initializer::Initializer(const Block& block) {
