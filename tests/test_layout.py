@@ -19,6 +19,7 @@ SHARED = {
     "memory.h",
     "numbers.h",
     "parallel.h",
+    "real_arrays.h",
     "README.md",
 }
 PYTHON = [ROOT / "calcops_jit.py"]

@@ -38,15 +38,15 @@ CALCOPS_HD_INLINED inline void contract(const double* B, int64_t functions, cons
 }
 
 // Compute the splines of a block of pairs, G [part][padded], and their derivatives for r.
-template <bool kWithValues, int D, class Real>
-void find_splines(const Call<Real>& call, const Block<D>& block, Vector* G, Vector* slopes) {
+template <class Real, bool kWithValues, int D>
+void find_splines(const Call& call, const Block<D>& block, Vector* G, Vector* slopes) {
   for_vectors(call.functions, [&](int64_t v, auto like) __attribute__((always_inline)) {
     using V = decltype(like);
     constexpr int kParts = Block<D>::kParts;
 #pragma GCC unroll 1
     for (int l = 0; l < kWidth; ++l) {
       V rows[6];
-      load_rows(call.coefficients(block.place[l]) + v, call.functions, rows);
+      load_rows(call.coefficients<Real>(block.place[l]) + v, call.functions, rows);
       for (int p = 0; p < kParts; ++p) {
         const int64_t place = p * call.padded + v + l;
         if (kWithValues) *reinterpret_cast<V*>(G + place) = weighted(block, false, p, l, rows);
@@ -61,13 +61,15 @@ void find_splines(const Call<Real>& call, const Block<D>& block, Vector* G, Vect
 }
 
 // Return in `of_d` the gradient for d of a block of pairs.
-template <int L, int D, class Real>
-CALCOPS_HD_INLINED inline void differentiate(const Call<Real>& call, const Block<D>& block,
+template <int L, int D>
+CALCOPS_HD_INLINED inline void differentiate(const Call& call, const Block<D>& block,
                                              const double* B, const double* B_zero, Vector* G,
                                              Vector* slopes, typename Block<D>::N* of_d) {
   using N = typename Block<D>::N;
   constexpr int kSize = RowOf<L>::kSize, kCount = RowOf<L>::kCount, kParts = Block<D>::kParts;
-  find_splines<(L > 0)>(call, block, G, slopes);
+  const auto find_all =
+      call.is_float32 ? find_splines<float, (L > 0), D> : find_splines<double, (L > 0), D>;
+  find_all(call, block, G, slopes);
   N of_r;
   for (int p = 0; p < kParts; ++p) {
     Vector sum{};
@@ -83,8 +85,8 @@ CALCOPS_HD_INLINED inline void differentiate(const Call<Real>& call, const Block
   find_gradient<L>(block.unit, block.inverse, h, slope, of_r, of_d);
 }
 
-template <int L, int D, class Real>
-int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_d) {
+template <int L, int D>
+int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
   constexpr int kSize = RowOf<L>::kSize, kParts = Block<D>::kParts;
   const int64_t F = call.functions;
   const double norm_of_zero = norm(0);
@@ -95,11 +97,11 @@ int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_d) {
     const Scratch<Vector> G(kParts * call.padded), slopes(kParts * call.padded);
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      std::fill_n(grad_d + 3 * atom * call.slots, 3 * call.slots, Real(0));
+      grad_d.set_zero(3 * atom * call.slots, 3 * call.slots);
       const int64_t place = (atom - begin) % kAtomsAtOnce;
       if (L > 0 && place == 0)
-        planes_to_rows<L>(grad, std::min(end - atom, kAtomsAtOnce) * F, call.harmonics,
-                          call.atoms * F, atom * F, rows.get());
+        planes_to_rows(grad, kSize, std::min(end - atom, kAtomsAtOnce) * F, call.harmonics,
+                       call.atoms * F, atom * F, rows.get());
       for (int64_t f = 0; f < F; ++f) B_zero.get()[f] = grad[atom * F + f] * norm_of_zero;
       call.find(call, atom, neighbours, wrong);
       fill<true>(call, neighbours, blocks.get());
@@ -109,12 +111,21 @@ int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_d) {
         differentiate<L>(call, block, rows.get() + place * F * kSize, B_zero.get(), G.get(),
                          slopes.get(), of_d);
         const int64_t some = std::min<int64_t>(kWidth, neighbours.count - b * kWidth);
-        for (int64_t l = 0; l < some; ++l)
-          for (int c = 0; c < 3; ++c)
-            grad_d[3 * block.slot[l] + c] = Real(parts_of<Vector>(of_d + c)[kParts - 1][l]);
+        grad_d.visit(0, [&](auto* to) {
+          for (int64_t l = 0; l < some; ++l)
+            for (int c = 0; c < 3; ++c)
+              to[3 * block.slot[l] + c] = parts_of<Vector>(of_d + c)[kParts - 1][l];
+        });
       }
     }
     return wrong;
+  });
+}
+
+int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
+  return choose(call, [&](auto L, auto D) -> int64_t {
+    if constexpr (D() < kMostDirections) return gradient<L(), D()>(call, grad, grad_d);
+    return kNone;  // the contract refuses so many directions
   });
 }
 
@@ -122,11 +133,7 @@ int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_d) {
 
 template <class Real, class Index>
 int64_t density_backward_cpu(const DensityInputs<Real, Index>& in, const Real* grad, Real* grad_d) {
-  const Call<Real> call(in);
-  return choose(call, [&](auto L, auto D) -> int64_t {
-    if constexpr (D() < kMostDirections) return gradient<L(), D()>(call, grad, grad_d);
-    return kNone;  // the contract refuses so many directions
-  });
+  return gradient(Call(in), grad, grad_d);
 }
 
 #define INSTANTIATE(Real, Index) \

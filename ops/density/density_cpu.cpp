@@ -65,9 +65,9 @@ void find_harmonics(const Block<D>* blocks, int64_t count, int64_t size, double*
 
 // Compute the splines of pairs as rows G [part][pair][padded], if G is not nullptr, and the sums
 // `totals` [padded] of their last parts.
-template <int D, class Real>
-void find_splines(const Call<Real>& call, const Block<D>* blocks, int64_t count, int64_t size,
-                  double* G, double* totals) {
+template <class Real, int D>
+void find_splines(const Call& call, const Block<D>* blocks, int64_t count, int64_t size, double* G,
+                  double* totals) {
   constexpr int kParts = Block<D>::kParts;
   for_vectors(call.functions, [&](int64_t v, auto like) __attribute__((always_inline)) {
     using V = decltype(like);
@@ -77,7 +77,7 @@ void find_splines(const Call<Real>& call, const Block<D>* blocks, int64_t count,
       const Block<D>& block = blocks[j / kWidth];
       const int l = int(j % kWidth);
       V rows[6];
-      load_rows(call.coefficients(block.place[l]) + v, call.functions, rows);
+      load_rows(call.coefficients<Real>(block.place[l]) + v, call.functions, rows);
       for (int p = 0; p < kParts; ++p) {
         const V g = weighted(block, false, p, l, rows);
         if (G) *reinterpret_cast<V*>(to + p * size * call.padded) = g;
@@ -88,8 +88,8 @@ void find_splines(const Call<Real>& call, const Block<D>* blocks, int64_t count,
   });
 }
 
-template <int L, int D, class Real>
-int64_t sum(const Call<Real>& call, Real* A) {
+template <int L, int D>
+int64_t sum(const Call& call, const RealOutput& A) {
   constexpr int kSize = RowOf<L>::kSize, kParts = Block<D>::kParts;
   constexpr int kTile =
       kSize > 0 ? std::max(1, std::min(9, kSumsAtOnce * kWidth / std::max(1, kSize))) : 1;
@@ -106,8 +106,14 @@ int64_t sum(const Call<Real>& call, Real* A) {
       call.find(call, atom, neighbours, wrong);
       const int64_t count = neighbours.count;
       fill<false>(call, neighbours, blocks.get());
-      find_splines(call, blocks.get(), count, size, L > 0 ? G.get() : nullptr, totals.get());
-      for (int64_t f = 0; f < F; ++f) A[atom * F + f] = Real(totals.get()[f] * norm_of_zero);
+      double* splines = L > 0 ? G.get() : nullptr;
+      if (call.is_float32)
+        find_splines<float>(call, blocks.get(), count, size, splines, totals.get());
+      else
+        find_splines<double>(call, blocks.get(), count, size, splines, totals.get());
+      A.visit(atom * F, [&](auto* to) {
+        for (int64_t f = 0; f < F; ++f) to[f] = totals.get()[f] * norm_of_zero;
+      });
       if constexpr (L > 0) {
         find_harmonics<L>(blocks.get(), neighbours.blocks(), size, Y.get());
         const int64_t place = (atom - begin) % kAtomsAtOnce;
@@ -123,20 +129,23 @@ int64_t sum(const Call<Real>& call, Real* A) {
                 Y.get() + (kParts - 1 - p) * size * kSize, count, to + first * kSize);
         }
         if (place == kAtomsAtOnce - 1 || atom == end - 1)
-          rows_to_planes<L>(rows.get(), (place + 1) * F, call.harmonics, call.atoms * F,
-                            (atom - place) * F, A);
+          rows_to_planes(rows.get(), kSize, (place + 1) * F, call.harmonics, call.atoms * F,
+                         (atom - place) * F, A);
       }
     }
     return wrong;
   });
 }
 
+int64_t sum(const Call& call, const RealOutput& A) {
+  return choose(call, [&](auto L, auto D) { return sum<L(), D()>(call, A); });
+}
+
 }  // namespace
 
 template <class Real, class Index>
 int64_t density_cpu(const DensityInputs<Real, Index>& in, Real* A) {
-  const Call<Real> call(in);
-  return choose(call, [&](auto L, auto D) { return sum<L(), D()>(call, A); });
+  return sum(Call(in), A);
 }
 
 #define INSTANTIATE(Real, Index) \

@@ -6,8 +6,8 @@ namespace calcops::ops::density {
 namespace {
 
 // Add the pairs of an atom to the table's rows [padded].
-template <int L, int D, class Real>
-void add_pairs(const Call<Real>& call, const Neighbours& neighbours, const Block<D>* blocks,
+template <int L, int D>
+void add_pairs(const Call& call, const Neighbours& neighbours, const Block<D>* blocks,
                const double* B, const double* B_zero, Vector* C, double* table) {
   using N = typename Block<D>::N;
   constexpr int kSize = RowOf<L>::kSize, kCount = RowOf<L>::kCount, kParts = Block<D>::kParts;
@@ -42,15 +42,14 @@ void add_pairs(const Call<Real>& call, const Neighbours& neighbours, const Block
 // The number of parts into which the atoms are divided, each with sums of its own. It does not
 // depend on the number of threads, so that the bits of the result do not. A part has at least as
 // many slots as a table has rows.
-template <class Real>
-int64_t parts_of_atoms(const Call<Real>& call) {
+int64_t parts_of_atoms(const Call& call) {
   constexpr int64_t kMost = 16;
   const int64_t rows = std::max<int64_t>(call.kinds * call.rows, 1);
   return std::max<int64_t>(1, std::min({kMost, call.atoms, call.atoms * call.slots / rows}));
 }
 
-template <int L, int D, class Real>
-int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_table) {
+template <int L, int D>
+int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_table) {
   constexpr int kSize = RowOf<L>::kSize;
   const int64_t F = call.functions, rows = call.kinds * call.rows, parts = parts_of_atoms(call);
   const Scratch<double> sums(parts * rows * call.padded);
@@ -68,7 +67,7 @@ int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_table) {
       const int64_t end = call.atoms * (part + 1) / parts;
       for (int64_t atom = call.atoms * part / parts; atom < end; ++atom) {
         if constexpr (L > 0)
-          planes_to_rows<L>(grad, F, call.harmonics, call.atoms * F, atom * F, B.get());
+          planes_to_rows(grad, kSize, F, call.harmonics, call.atoms * F, atom * F, B.get());
         for (int64_t f = 0; f < F; ++f) B_zero.get()[f] = grad[atom * F + f] * norm_of_zero;
         call.find(call, atom, neighbours, wrong);
         fill<false>(call, neighbours, blocks.get());
@@ -83,10 +82,14 @@ int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_table) {
         double total = 0;
         for (int64_t part = 0; part < parts; ++part)
           total += sums.get()[(part * rows + i) * call.padded + f];
-        grad_table[i * F + f] = Real(total);
+        grad_table.visit(i * F + f, [&](auto* to) { *to = total; });
       }
   });
   return wrong;
+}
+
+int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_table) {
+  return choose(call, [&](auto L, auto D) { return gradient<L(), D()>(call, grad, grad_table); });
 }
 
 }  // namespace
@@ -94,8 +97,7 @@ int64_t gradient(const Call<Real>& call, const Real* grad, Real* grad_table) {
 template <class Real, class Index>
 int64_t density_table_backward_cpu(const DensityInputs<Real, Index>& in, const Real* grad,
                                    Real* grad_table) {
-  const Call<Real> call(in);
-  return choose(call, [&](auto L, auto D) { return gradient<L(), D()>(call, grad, grad_table); });
+  return gradient(Call(in), grad, grad_table);
 }
 
 #define INSTANTIATE(Real, Index)                                                              \
