@@ -8,6 +8,7 @@
 #include "environment_spline/environment_spline_math.h"
 #include "memory.h"
 #include "parallel.h"
+#include "real_arrays.h"
 
 namespace calcops::ops::environment_spline {
 namespace {
@@ -92,53 +93,69 @@ inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
   return x < Vector{} + kLeast ? Vector{} + INFINITY : y;
 }
 
-// The inputs of a call and the constants that follow from them.
-template <class Real, class Index>
-struct Call {
-  const SplineInputs<Real, Index>& in;
-  Cutoff cutoff;
-  int64_t cells, rows;  // rows of P: kinds*functions
-  Scratch<Kind> kinds;
-
-  explicit Call(const SplineInputs<Real, Index>& inputs)
-      : in(inputs),
-        cutoff{in.rcut_smth, in.rcut},
-        cells(in.functions - (in.spline == Spline::kQuintic ? 5 : 3)),
-        rows(in.kinds * in.functions),
-        kinds(in.kinds) {
-    for (int64_t k = 0; k < in.kinds; ++k)
-      kinds.get()[k] = Kind(in.davg + 4 * k, in.dstd + 4 * k, in.grid + 2 * k, cells);
-  }
-
+// The inputs of a call, whose types are known at run time, and the constants that follow from them.
+struct Call : SplineInputs<void, void> {
   // Set `pairs` to the filled slots of an atom within the cutoff. Set `wrong` to the first slot
   // whose kind does not exist, unless an earlier atom has set it.
-  void find(int64_t atom, Pairs& pairs, int64_t& wrong) const {
-    const int64_t begin = atom * in.slots;
-    const Index* kind = in.kind + begin;
-    // An Index, not an int64_t: a vector register compares more of the narrower numbers.
-    const Index kinds = Index(std::min<int64_t>(in.kinds, std::numeric_limits<Index>::max()));
-    int any_wrong = 0;
-    for (int64_t s = 0; s < in.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds);
-    for (int64_t s = 0; any_wrong && wrong == kNone; ++s)
-      if (kind[s] < -1 || kind[s] >= kinds) wrong = begin + s;
+  using Find = void (*)(const Call& call, int64_t atom, Pairs& pairs, int64_t& wrong);
+  Find find;
+  bool is_float32;  // Real is float, not double
 
-    // Without branches, which the processor could not predict. Every slot is written to the next
-    // pair, but only a filled one within the cutoff advances `count`.
-    const Cutoff limit = cutoff;
-    uint64_t count = 0;
-    for (int64_t s = 0; s < in.slots; ++s) {
-      const Real* d = in.d + 3 * (begin + s);
-      const double x = d[0], y = d[1], z = d[2], square = x * x + y * y + z * z;
-      const Pair pair = pairs[count];
-      pair[kX] = x, pair[kY] = y, pair[kZ] = z;
-      pair[kSquare] = square;
-      pair.slot() = begin + s;
-      pair.kind() = kind[s];
-      count += (kind[s] >= 0) & (kind[s] < kinds) & !limit.is_at_or_beyond(square);
-    }
-    pairs.count = count;
-  }
+  Cutoff cutoff;
+  int64_t cells, rows;  // rows of P: kinds*functions
+  Scratch<Kind> constants;
+
+  template <class Real, class Index>
+  explicit Call(const SplineInputs<Real, Index>& in);
+  Call(const SplineInputs<void, void>& in, Find find_, bool is_float32_);
 };
+
+template <class Real, class Index>
+void find(const Call& call, int64_t atom, Pairs& pairs, int64_t& wrong) {
+  const int64_t begin = atom * call.slots;
+  const Index* kind = static_cast<const Index*>(call.kind) + begin;
+  // An Index, not an int64_t: a vector register compares more of the narrower numbers.
+  const Index kinds = Index(std::min<int64_t>(call.kinds, std::numeric_limits<Index>::max()));
+  int any_wrong = 0;
+  for (int64_t s = 0; s < call.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds);
+  for (int64_t s = 0; any_wrong && wrong == kNone; ++s)
+    if (kind[s] < -1 || kind[s] >= kinds) wrong = begin + s;
+
+  // Without branches, which the processor could not predict. Every slot is written to the next
+  // pair, but only a filled one within the cutoff advances `count`.
+  const Cutoff limit = call.cutoff;
+  const int64_t slots = call.slots;
+  const Real* d = static_cast<const Real*>(call.d) + 3 * begin;
+  uint64_t count = 0;
+  for (int64_t s = 0; s < slots; ++s, d += 3) {
+    const double x = d[0], y = d[1], z = d[2], square = x * x + y * y + z * z;
+    const Pair pair = pairs[count];
+    pair[kX] = x, pair[kY] = y, pair[kZ] = z;
+    pair[kSquare] = square;
+    pair.slot() = begin + s;
+    pair.kind() = kind[s];
+    count += (kind[s] >= 0) & (kind[s] < kinds) & !limit.is_at_or_beyond(square);
+  }
+  pairs.count = count;
+}
+
+template <class Real, class Index>
+Call::Call(const SplineInputs<Real, Index>& in)
+    : Call({in.atoms, in.slots, in.kinds, in.functions, in.directions, in.d, in.kind, in.along,
+            in.davg, in.dstd, in.grid, in.rcut_smth, in.rcut, in.spline},
+           environment_spline::find<Real, Index>, sizeof(Real) == sizeof(float)) {}
+
+Call::Call(const SplineInputs<void, void>& in, Find find_, bool is_float32_)
+    : SplineInputs(in),
+      find(find_),
+      is_float32(is_float32_),
+      cutoff{in.rcut_smth, in.rcut},
+      cells(in.functions - (in.spline == Spline::kQuintic ? 5 : 3)),
+      rows(in.kinds * in.functions),
+      constants(in.kinds) {
+  for (int64_t k = 0; k < kinds; ++k)
+    constants.get()[k] = Kind(davg + 4 * k, dstd + 4 * k, grid + 2 * k, cells);
+}
 
 // Compute s = w/r and s/r of all pairs and, if kWithSlopes, their derivatives.
 template <bool kWithSlopes>
@@ -165,14 +182,14 @@ void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
 
 // Compute the place of each pair in P, and the B-splines at R[0] with, if kWithSlopes, their
 // derivatives.
-template <int kDegree, bool kWithSlopes, class Real, class Index>
-void find_weights(const Call<Real, Index>& call, const Pairs& pairs) {
+template <int kDegree, bool kWithSlopes>
+void find_weights(const Call& call, const Pairs& pairs) {
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
-    const Kind& kind = call.kinds.get()[pair.kind()];
+    const Kind& kind = call.constants.get()[pair.kind()];
     pair[kGridScale] = kind.scale[0] * kind.cells_per_unit;
     pair[kGridShift] = -(kind.shift[0] + kind.begin) * kind.cells_per_unit;
-    pair.place() = pair.kind() * call.in.functions;
+    pair.place() = pair.kind() * call.functions;
   }
   const double cells = double(call.cells);
   Bits are_outside{};
@@ -271,38 +288,41 @@ void move_columns(Row* rows, int64_t count, Real* columns) {
 }
 
 // Add the derivatives along the D directions of each slot.
-template <int kDegree, int D, class Real, class Index>
-void add_derivatives(const Call<Real, Index>& call, const Pairs& pairs, Row* P) {
+template <int kDegree, int D>
+void add_derivatives(const Call& call, const Pairs& pairs, Row* P) {
   double directions[D][3];
   Row p[kDegree + 1];
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const double d[3] = {pair[kX], pair[kY], pair[kZ]};
-    std::copy_n(call.in.along + 3 * D * pair.slot(), 3 * D, directions[0]);
+    RealInput(call.along, call.is_float32).visit(3 * D * pair.slot(), [&](const auto* from) {
+      std::copy_n(from, 3 * D, directions[0]);
+    });
     const int64_t kind = pair.kind();
-    const int64_t cell = derivative<kDegree, D>(call.kinds.get()[kind], call.cutoff, call.cells, d,
-                                                directions, reinterpret_cast<double*>(p));
-    for (int b = 0; b <= kDegree; ++b) P[kind * call.in.functions + cell + b] += p[b];
+    const int64_t cell = derivative<kDegree, D>(call.constants.get()[kind], call.cutoff, call.cells,
+                                                d, directions, reinterpret_cast<double*>(p));
+    for (int b = 0; b <= kDegree; ++b) P[kind * call.functions + cell + b] += p[b];
   }
 }
 
-template <int kDegree, int D, class Real, class Index>
-int64_t sum(const Call<Real, Index>& call, Real* P) {
-  return parallel_first(call.in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    Pairs pairs(call.in.slots);
+template <int kDegree, int D>
+int64_t sum(const Call& call, const RealOutput& P) {
+  return parallel_first(call.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    Pairs pairs(call.slots);
     const Scratch<Row> rows(call.rows);
     std::fill_n(rows.get(), call.rows, Row{});
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      call.find(atom, pairs, wrong);
+      call.find(call, atom, pairs, wrong);
       if constexpr (D > 0) {
         add_derivatives<kDegree, D>(call, pairs, rows.get());
       } else {
         find_radial<false>(call.cutoff, pairs);
         find_weights<kDegree, false>(call, pairs);
-        add_pairs<kDegree>(call.kinds.get(), pairs, rows.get());
+        add_pairs<kDegree>(call.constants.get(), pairs, rows.get());
       }
-      move_columns(rows.get(), call.rows, P + 4 * atom * call.rows);
+      P.visit(4 * atom * call.rows,
+              [&](auto* columns) { move_columns(rows.get(), call.rows, columns); });
     }
     return wrong;
   });
@@ -331,9 +351,9 @@ inline __attribute__((always_inline)) double sum_of(const Row& v) {
   return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-template <int kDegree, class Real, class Index>
-void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
-                         Real* grad_d) {
+template <int kDegree>
+void differentiate_pairs(const Call& call, const Pairs& pairs, const Row* grad,
+                         const RealOutput& grad_d) {
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const Row* from = grad + pair.place();
@@ -343,43 +363,62 @@ void differentiate_pairs(const Call<Real, Index>& call, const Pairs& pairs, cons
       of_R += pair[kWeights + b] * from[b];
       of_weights += pair[kSlopes + b] * from[b];
     }
-    const Kind& kind = call.kinds.get()[pair.kind()];
+    const Kind& kind = call.constants.get()[pair.kind()];
     of_R[0] += sum_of(of_weights * environment_row(kind, pair)) * kind.cells_per_unit;
     of_R *= row_of(kind.scale);
     const Row d{0, pair[kX], pair[kY], pair[kZ]};
     const double of_r = of_R[0] * pair[kSlopeOfS] + sum_of(of_R * d) * pair[kSlopeOfSOverR];
     const Row of_d = of_r * d + pair[kSOverR] * of_R;
-    for (int c = 0; c < 3; ++c) grad_d[3 * pair.slot() + c] = Real(of_d[c + 1]);
+    grad_d.visit(3 * pair.slot(), [&](auto* to) {
+      for (int c = 0; c < 3; ++c) to[c] = of_d[c + 1];
+    });
   }
 }
 
+// The upstream gradients of a kind.
+struct Upstream {
+  const Row* rows;
+  double operator()(int64_t row, int a) const { return rows[row][a]; }
+};
+
+}  // namespace
+
+// Where GCC inlines this instance, it fuses other products with sums, which changes the last bits.
+template __attribute__((noinline)) void gradient<5, 2>(const Kind&, const Cutoff&, int64_t,
+                                                       const double*, const double (*)[3],
+                                                       const Upstream&, double*);
+
+namespace {
+
 // Write the gradient of the derivatives along D directions.
-template <int kDegree, int D, class Real, class Index>
-void differentiate_derivatives(const Call<Real, Index>& call, const Pairs& pairs, const Row* grad,
-                               Real* grad_d) {
+template <int kDegree, int D>
+void differentiate_derivatives(const Call& call, const Pairs& pairs, const Row* grad,
+                               const RealOutput& grad_d) {
   double directions[D][3], of_d[3];
   for (uint64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const double d[3] = {pair[kX], pair[kY], pair[kZ]};
-    std::copy_n(call.in.along + 3 * D * pair.slot(), 3 * D, directions[0]);
-    const Row* of_kind = grad + pair.kind() * call.in.functions;
-    gradient<kDegree, D>(
-        call.kinds.get()[pair.kind()], call.cutoff, call.cells, d, directions,
-        [&](int64_t row, int a) { return of_kind[row][a]; }, of_d);
-    for (int c = 0; c < 3; ++c) grad_d[3 * pair.slot() + c] = Real(of_d[c]);
+    RealInput(call.along, call.is_float32).visit(3 * D * pair.slot(), [&](const auto* from) {
+      std::copy_n(from, 3 * D, directions[0]);
+    });
+    const Upstream upstream{grad + pair.kind() * call.functions};
+    gradient<kDegree, D>(call.constants.get()[pair.kind()], call.cutoff, call.cells, d, directions,
+                         upstream, of_d);
+    grad_d.visit(3 * pair.slot(), [&](auto* to) { std::copy_n(of_d, 3, to); });
   }
 }
 
-template <int kDegree, int D, class Real, class Index>
-int64_t differentiate(const Call<Real, Index>& call, const Real* grad, Real* grad_d) {
-  return parallel_first(call.in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    Pairs pairs(call.in.slots);
+template <int kDegree, int D>
+int64_t differentiate(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
+  return parallel_first(call.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    Pairs pairs(call.slots);
     const Scratch<Row> rows(call.rows);
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      copy_columns(grad + 4 * atom * call.rows, call.rows, rows.get());
-      std::fill_n(grad_d + 3 * atom * call.in.slots, 3 * call.in.slots, Real(0));
-      call.find(atom, pairs, wrong);
+      grad.visit(4 * atom * call.rows,
+                 [&](const auto* columns) { copy_columns(columns, call.rows, rows.get()); });
+      grad_d.set_zero(3 * atom * call.slots, 3 * call.slots);
+      call.find(call, atom, pairs, wrong);
       if constexpr (D > 0) {
         differentiate_derivatives<kDegree, D>(call, pairs, rows.get(), grad_d);
       } else {
@@ -396,34 +435,40 @@ template <int value>
 using Constant = std::integral_constant<int, value>;
 
 // Call f(degree, D) for the splines and the directions of a call.
-template <class Real, class Index, class F>
-int64_t choose(const Call<Real, Index>& call, const F& f) {
+template <class F>
+int64_t choose(const Call& call, const F& f) {
   const auto of_directions = [&](auto D) {
-    return call.in.spline == Spline::kQuintic ? f(Constant<5>(), D) : f(Constant<3>(), D);
+    return call.spline == Spline::kQuintic ? f(Constant<5>(), D) : f(Constant<3>(), D);
   };
-  if (call.in.directions == 0) return of_directions(Constant<0>());
-  if (call.in.directions == 1) return of_directions(Constant<1>());
-  return call.in.directions == 2 ? of_directions(Constant<2>()) : of_directions(Constant<3>());
+  if (call.directions == 0) return of_directions(Constant<0>());
+  if (call.directions == 1) return of_directions(Constant<1>());
+  return call.directions == 2 ? of_directions(Constant<2>()) : of_directions(Constant<3>());
 }
 
-}  // namespace
-
-template <class Real, class Index>
-int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P) {
-  const Call<Real, Index> call(in);
+int64_t sum(const Call& call, const RealOutput& P) {
   return choose(call, [&](auto degree, auto D) { return sum<degree(), D()>(call, P); });
 }
 
-template <class Real, class Index>
-int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
-                                        Real* grad_d) {
-  const Call<Real, Index> call(in);
+int64_t differentiate(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
   return choose(call, [&](auto degree, auto D) -> int64_t {
     if constexpr (D() < kMostDirections)
       return differentiate<degree(), D()>(call, grad, grad_d);
     else
       return kNone;  // refused in environment_spline.cpp
   });
+}
+
+}  // namespace
+
+template <class Real, class Index>
+int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P) {
+  return sum(Call(in), P);
+}
+
+template <class Real, class Index>
+int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
+                                        Real* grad_d) {
+  return differentiate(Call(in), grad, grad_d);
 }
 
 #define INSTANTIATE(Real, Index)                                                                  \
