@@ -5,6 +5,7 @@
 
 #include "edge_force/edge_force.h"
 #include "edge_force/edge_force_math.h"
+#include "either.h"
 #include "memory.h"
 #include "parallel.h"
 
@@ -61,6 +62,19 @@ __attribute__((noinline)) void set_block(Part<R>& part, int64_t block, int64_t a
   part.is_set[block] = true;
 }
 
+// The inputs of a call, of any types.
+struct Inputs {
+  int64_t atoms, edges, frames;
+  Indices edge_index;
+  Reals edge_gradient, edge_vec;
+  const int64_t* batch;
+  bool gradient_is_transposed, vec_is_transposed;
+};
+
+struct Outputs {
+  RealResults force, virial, atom_virial;
+};
+
 // Return the rows [begin, end) of x [E, 3]. If x is transposed, they are copied to `buffer`.
 template <class Real>
 const Real* rows_of(const Real* x, bool is_transposed, int64_t edges, int64_t begin, int64_t end,
@@ -71,11 +85,13 @@ const Real* rows_of(const Real* x, bool is_transposed, int64_t edges, int64_t be
   return buffer;
 }
 
-// Sum the edges begin <= e < end into `part`.
+// Sum the edges begin <= e < end into `part`. Only this loop is compiled for each combination of
+// types: with numbers that are converted beforehand, it would take twice as long.
 template <class R, class Real, class Index>
-void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Part<R>& part) {
+void sum_edges(const Inputs& in, const Index* edge_index, const Real* edge_gradient,
+               const Real* edge_vec, int64_t begin, int64_t end, Part<R>& part) {
   const int64_t atoms = in.atoms;
-  const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
+  const Index *centers = edge_index, *neighbors = edge_index + in.edges;
   AtomSums<R>* const sums = part.sums;
   const bool* const is_set = part.is_set;
   // Edges are often sorted by their centre. So its sum is added to memory only when the next edge
@@ -91,8 +107,8 @@ void sum_edges(const EdgeInputs<Real, Index>& in, int64_t begin, int64_t end, Pa
   for (int64_t first = begin; first < end; first += kRows) {
     const int64_t last = std::min(first + kRows, end);
     const Real* g =
-        rows_of(in.edge_gradient, in.gradient_is_transposed, in.edges, first, last, gradient_rows);
-    const Real* v = rows_of(in.edge_vec, in.vec_is_transposed, in.edges, first, last, vec_rows);
+        rows_of(edge_gradient, in.gradient_is_transposed, in.edges, first, last, gradient_rows);
+    const Real* v = rows_of(edge_vec, in.vec_is_transposed, in.edges, first, last, vec_rows);
     for (int64_t e = first; e < last; ++e, g += 3, v += 3) {
       constexpr int64_t kAhead = 32;  // atoms of unsorted edges are seldom in the cache
       const int64_t next = std::min(e + kAhead, end - 1);
@@ -125,10 +141,9 @@ struct FrameShare {
 
 // Write the results of the atoms begin <= atom < end. Return the shares of their frames' virials.
 // Atoms that no edge names are left out, so that they need no share.
-template <class R, class Real, class Index>
-std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
-                                  const std::vector<Part<R>>& parts, int64_t begin, int64_t end,
-                                  const EdgeOutputs<Real>& out) {
+template <class R>
+std::vector<FrameShare> add_parts(const Inputs& in, const std::vector<Part<R>>& parts,
+                                  int64_t begin, int64_t end, const Outputs& out) {
   std::vector<FrameShare> shares;
   for (int64_t atom = begin; atom < end; ++atom) {
     Row center{};
@@ -140,9 +155,12 @@ std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
       center += part.sums[atom].center;
       for (int a = 0; a < 3; ++a) sum[a] += part.sums[atom].neighbor[a];
     }
-    for (int a = 0; a < 3; ++a) out.force[3 * atom + a] = Real(center[a] + last_column(sum[a]));
+    double force[3], virial[9];
+    for (int a = 0; a < 3; ++a) force[a] = center[a] + last_column(sum[a]);
+    out.force.write(3 * atom, force, 3);
     if constexpr (std::is_same_v<R, Row>) {
-      for (int k = 0; k < 9; ++k) out.atom_virial[9 * atom + k] = Real(sum[k / 3][k % 3]);
+      for (int k = 0; k < 9; ++k) virial[k] = sum[k / 3][k % 3];
+      out.atom_virial.write(9 * atom, virial, 9);
       if (!is_named) continue;
       const int64_t frame = in.batch ? in.batch[atom] : 0;
       if (shares.empty() || shares.back().frame != frame) shares.push_back({frame, {}});
@@ -154,8 +172,8 @@ std::vector<FrameShare> add_parts(const EdgeInputs<Real, Index>& in,
 
 // Write each frame's virial: the sum of its shares, in their order. The memory that this needs
 // grows with the number of shares, not with that of frames.
-template <class Real>
-void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t frames, Real* virial) {
+void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t frames,
+                const RealResults& virial) {
   std::vector<const FrameShare*> shares;
   for (const auto& piece : pieces)
     for (const FrameShare& share : piece) shares.push_back(&share);
@@ -165,19 +183,20 @@ void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t fram
   if (!std::is_sorted(shares.begin(), shares.end(), by_frame))
     std::stable_sort(shares.begin(), shares.end(), by_frame);
 
-  std::fill_n(virial, 9 * frames, Real(0));
-  for (size_t k = 0; k < shares.size();) {
-    const int64_t frame = shares[k]->frame;
+  size_t k = 0;
+  for (int64_t frame = 0; frame < frames; ++frame) {
     Row sum[3] = {};
     for (; k < shares.size() && shares[k]->frame == frame; ++k)
       for (int a = 0; a < 3; ++a) sum[a] += shares[k]->virial[a];
-    for (int ab = 0; ab < 9; ++ab) virial[9 * frame + ab] = Real(sum[ab / 3][ab % 3]);
+    double numbers[9];
+    for (int ab = 0; ab < 9; ++ab) numbers[ab] = sum[ab / 3][ab % 3];
+    virial.write(9 * frame, numbers, 9);
   }
 }
 
 // Write all results. Return the first edge with a wrong entry, or kNone.
-template <class R, class Real, class Index>
-int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
+template <class R>
+int64_t force_of(const Inputs& in, const Outputs& out) {
   const int64_t tasks = count_tasks(in.atoms, in.edges);
   const int64_t blocks = (in.atoms + kBlock - 1) / kBlock;
   const Scratch<AtomSums<R>> sums(tasks * in.atoms);
@@ -189,7 +208,12 @@ int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out
       parts[t].sums = sums.get() + t * in.atoms;
       parts[t].is_set = is_set.get() + t * blocks;
       std::fill_n(parts[t].is_set, blocks, false);
-      sum_edges(in, in.edges * t / tasks, in.edges * (t + 1) / tasks, parts[t]);
+      in.edge_index.visit([&](const auto* edge_index) {
+        in.edge_gradient.visit([&](const auto* edge_gradient) {
+          sum_edges(in, edge_index, edge_gradient, in.edge_vec.as(edge_gradient),
+                    in.edges * t / tasks, in.edges * (t + 1) / tasks, parts[t]);
+        });
+      });
     }
   });
   for (const Part<R>& part : parts)
@@ -210,8 +234,8 @@ int64_t force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out
 
 // The same as force_of, for few edges among very many atoms. The atoms that the edges name are
 // numbered anew, so that only these need memory for sums.
-template <class R, class Real, class Index>
-int64_t sparse_force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
+template <class R>
+int64_t sparse_force_of(const Inputs& in, const Outputs& out) {
   std::vector<int64_t> named;  // in rising order, each once
   for (int64_t e = 0; e < in.edges; ++e) {
     const int64_t i = in.edge_index[e], j = in.edge_index[in.edges + e];
@@ -233,46 +257,43 @@ int64_t sparse_force_of(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Rea
     edge_index[e] = number_of(i);
     edge_index[in.edges + e] = number_of(j);
   }
-  const int64_t count = named.size();
   if (in.batch)
     for (const int64_t atom : named) batch.push_back(in.batch[atom]);
-  const EdgeInputs<Real, int64_t> renumbered{count,
-                                             in.edges,
-                                             in.frames,
-                                             in.virial,
-                                             edge_index.data(),
-                                             in.edge_gradient,
-                                             in.edge_vec,
-                                             in.batch ? batch.data() : nullptr,
-                                             nullptr,
-                                             in.gradient_is_transposed,
-                                             in.vec_is_transposed};
-  std::vector<Real> force(3 * count), atom_virial(in.virial ? 9 * count : 0);
-  force_of<R>(renumbered, EdgeOutputs<Real>{force.data(), out.virial, atom_virial.data()});
+  Inputs renumbered = in;
+  renumbered.atoms = named.size();
+  renumbered.edge_index = edge_index.data();
+  renumbered.batch = in.batch ? batch.data() : nullptr;
+  constexpr bool kVirial = std::is_same_v<R, Row>;
+  std::vector<double> force(3 * named.size()), atom_virial(kVirial ? 9 * named.size() : 0);
+  force_of<R>(renumbered, {force.data(), out.virial, atom_virial.data()});
 
-  const auto spread = [&](const std::vector<Real>& rows, int64_t width, Real* to) {
-    std::fill_n(to, width * in.atoms, Real(0));
-    for (int64_t k = 0; k < count; ++k)
-      std::copy_n(rows.data() + width * k, width, to + width * named[k]);
-  };
-  spread(force, 3, out.force);
-  if (in.virial) spread(atom_virial, 9, out.atom_virial);
+  // The force and the virial of an atom.
+  size_t next = 0;
+  for (int64_t atom = 0; atom < in.atoms; ++atom) {
+    double of_atom[3] = {}, virial_of_atom[9] = {};
+    if (next < named.size() && named[next] == atom) {
+      std::copy_n(&force[3 * next], 3, of_atom);
+      if (kVirial) std::copy_n(&atom_virial[9 * next], 9, virial_of_atom);
+      ++next;
+    }
+    out.force.write(3 * atom, of_atom, 3);
+    if (kVirial) out.atom_virial.write(9 * atom, virial_of_atom, 9);
+  }
   return kNone;
 }
 
-template <class R, class Real, class Index>
-int64_t sum_forces(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
+template <class R>
+int64_t sum_forces(const Inputs& in, const Outputs& out) {
   constexpr int64_t kFew = 1 << 16, kAtomsPerEdge = 8;
   const bool is_sparse = in.atoms > kFew && in.atoms / kAtomsPerEdge > in.edges;
   return is_sparse ? sparse_force_of<R>(in, out) : force_of<R>(in, out);
 }
 
 // Return E plus the first atom whose frame does not exist, or kNone.
-template <class Real, class Index>
-int64_t find_wrong_frame(const EdgeInputs<Real, Index>& in) {
-  if (!in.batch) return kNone;
-  for (int64_t atom = 0; atom < in.atoms; ++atom)
-    if (in.batch[atom] < 0 || in.batch[atom] >= in.frames) return in.edges + atom;
+int64_t find_wrong_frame(const int64_t* batch, int64_t atoms, int64_t edges, int64_t frames) {
+  if (!batch) return kNone;
+  for (int64_t atom = 0; atom < atoms; ++atom)
+    if (batch[atom] < 0 || batch[atom] >= frames) return edges + atom;
   return kNone;
 }
 
@@ -280,17 +301,29 @@ int64_t find_wrong_frame(const EdgeInputs<Real, Index>& in) {
 
 template <class Real, class Index>
 int64_t edge_force_cpu(const EdgeInputs<Real, Index>& in, const EdgeOutputs<Real>& out) {
-  if (!in.virial) return sum_forces<double>(in, out);
-  if (const int64_t wrong = find_wrong_frame(in); wrong != kNone) return wrong;
-  return sum_forces<Row>(in, out);
+  const Inputs inputs{in.atoms,
+                      in.edges,
+                      in.frames,
+                      in.edge_index,
+                      in.edge_gradient,
+                      in.edge_vec,
+                      in.batch,
+                      in.gradient_is_transposed,
+                      in.vec_is_transposed};
+  const Outputs outputs{out.force, out.virial, out.atom_virial};
+  if (!in.virial) return sum_forces<double>(inputs, outputs);
+  const int64_t wrong = find_wrong_frame(in.batch, in.atoms, in.edges, in.frames);
+  return wrong != kNone ? wrong : sum_forces<Row>(inputs, outputs);
 }
 
 template <class Real, class Index>
 int64_t edge_force_backward_cpu(const EdgeInputs<Real, Index>& in,
                                 const EdgeUpstream<Real>& upstream,
                                 const EdgeGradients<Real>& out) {
-  if (upstream.virial)
-    if (const int64_t wrong = find_wrong_frame(in); wrong != kNone) return wrong;
+  if (upstream.virial) {
+    const int64_t wrong = find_wrong_frame(in.batch, in.atoms, in.edges, in.frames);
+    if (wrong != kNone) return wrong;
+  }
   const Index *centers = in.edge_index, *neighbors = in.edge_index + in.edges;
   return parallel_first(in.edges, 1 << 12, [&](int64_t begin, int64_t end) {
     int64_t bad = kNone;
