@@ -10,7 +10,6 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -25,9 +24,10 @@ namespace calcops::ops::warp_perspective {
 // thread takes the next i when it is done with one, because the calls take different times.
 template <class F>
 void for_each(int64_t count, int64_t grain, const F& f) {
-  std::atomic<int64_t> next{0};
+  int64_t next = 0;  // not std::atomic, because <atomic> is slow to compile
+  const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
   parallel_for(count, grain, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) f(i);
+    for (int64_t i = take(); i < count; i = take()) f(i);
   });
 }
 
