@@ -85,18 +85,36 @@ struct Path {
   }
 };
 
-// Interpolate pixels from their taps.
-template <class Pixel, class Weight>
-[[gnu::noinline]] void blend(const Pairs<Pixel>& pairs, const Weight* weight_x,
-                             const Weight* weight_y, int64_t count, Pixel* out) {
-  using Real = Number<Pixel>;
+// Write the weighted sums of pixels' taps. `above` has the upper two taps of each pixel.
+template <class Real>
+[[gnu::noinline]] void sum_pairs(const Real* above, const Real* below, const Real* weight_x,
+                                 const Real* weight_y, int64_t count, Real* sums) {
   for (int64_t i = 0; i < count; ++i) {
-    const Real tap[2][2] = {{Real(pairs.above[2 * i]), Real(pairs.above[2 * i + 1])},
-                            {Real(pairs.below[2 * i]), Real(pairs.below[2 * i + 1])}};
+    const Real tap[2][2] = {{above[2 * i], above[2 * i + 1]}, {below[2 * i], below[2 * i + 1]}};
     Real x[2], y[2];
-    weights_of(static_cast<Real>(weight_x[i]), 0, x);
-    weights_of(static_cast<Real>(weight_y[i]), 0, y);
-    out[i] = to_pixel<Pixel>(sum_taps(tap, x, y));
+    weights_of(weight_x[i], 0, x);
+    weights_of(weight_y[i], 0, y);
+    sums[i] = sum_taps(tap, x, y);
+  }
+}
+
+template <class Pixel, class Real>
+[[gnu::noinline]] void convert(const Pixel* from, int64_t count, Real* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = Real(from[i]);
+}
+
+// Interpolate pixels from their taps.
+template <class Pixel, class Real = Number<Pixel>>
+[[gnu::noinline]] void blend(const Pairs<Pixel>& pairs, const Real* weight_x, const Real* weight_y,
+                             int64_t count, Pixel* out) {
+  if constexpr (std::is_same_v<Pixel, Real>) {
+    sum_pairs(pairs.above, pairs.below, weight_x, weight_y, count, out);
+  } else {
+    Real above[2 * kTileWidth], below[2 * kTileWidth], sums[kTileWidth];
+    convert(pairs.above, 2 * count, above);
+    convert(pairs.below, 2 * count, below);
+    sum_pairs(above, below, weight_x, weight_y, count, sums);
+    for (int64_t i = 0; i < count; ++i) out[i] = to_pixel<Pixel>(sums[i]);
   }
 }
 
@@ -191,11 +209,10 @@ bool blend_quickly(const uint32_t* taps, const float* weight_x, const float* wei
   return worst <= bits_of<int32_t>(kSure);
 }
 
-template <class Pixel, class Fraction>
+template <class Pixel, class Real = Number<Pixel>>
 [[gnu::noinline]] void blend_cubic(const Plane<Pixel>& plane, const int64_t* offset,
-                                   const Fraction* fraction_x, const Fraction* fraction_y,
-                                   int64_t count, Pixel* out) {
-  using Real = Number<Pixel>;
+                                   const Real* fraction_x, const Real* fraction_y, int64_t count,
+                                   Pixel* out) {
   Real of_x[1][4][kTileWidth], of_y[1][4][kTileWidth], sums[1][kTileWidth];
   for (int64_t i = 0; i < count; ++i) {
     Real x[4], y[4];
@@ -208,6 +225,12 @@ template <class Pixel, class Fraction>
   }
   sum_cubic(plane, offset, count, of_x, of_y, sums);
   for (int64_t i = 0; i < count; ++i) out[i] = to_pixel<Pixel>(sums[0][i]);
+}
+
+// Return the weighted sum of one pixel's taps.
+template <int kTaps, class Real>
+[[gnu::noinline]] Real sum_cell(const Cell<kTaps>& cell, const Real (&tap)[kTaps][kTaps]) {
+  return sum_cell(cell, tap, 0, 0);
 }
 
 // The result of one image of the batch. Weight is the type of the taps' weights.
@@ -241,19 +264,22 @@ struct Result {
   // Compute pixels which a border mode maps back into the image.
   [[gnu::noinline]] void sample_folded(const FoldedTaps& taps, int64_t v, int64_t begin,
                                        int64_t count) const {
+    Number<Pixel> weight_x[kTileWidth], weight_y[kTileWidth];
+    std::copy_n(taps.weight_x, count, weight_x);
+    std::copy_n(taps.weight_y, count, weight_y);
     for (int64_t c = 0; c < sizes.channels; ++c) {
       const Plane<Pixel> from = plane(c);
-      Pairs<Pixel> pairs;
       if (sizes.interpolation == Interpolation::kNearest) {
         copy_pixels(from.data, taps.offset[0], count, pixels(c, v, begin));
         continue;
       }
+      Pairs<Pixel> pairs;
       for (int64_t i = 0; i < count; ++i)
         for (int k = 0; k < 2; ++k) {
           pairs.above[2 * i + k] = from.data[taps.offset[k][i]];
           pairs.below[2 * i + k] = from.data[taps.offset[2 + k][i]];
         }
-      blend(pairs, taps.weight_x, taps.weight_y, count, pixels(c, v, begin));
+      blend(pairs, weight_x, weight_y, count, pixels(c, v, begin));
     }
   }
 
@@ -271,8 +297,12 @@ struct Result {
       Cell<kTaps> cell{};
       const bool has_source = find_cell(map, row, u, sizes, source, cell);
       if (!has_source && sizes.border == Border::kTransparent) continue;
-      for (int64_t c = 0; c < sizes.channels; ++c)
-        *pixels(c, v, u) = has_source ? sample(plane(c), cell) : plane(c).border;
+      for (int64_t c = 0; c < sizes.channels; ++c) {
+        Number<Pixel> tap[kTaps][kTaps];
+        const Plane<Pixel> from = plane(c);
+        if (has_source) read_taps(from, cell, tap);
+        *pixels(c, v, u) = has_source ? to_pixel<Pixel>(sum_cell(cell, tap)) : from.border;
+      }
     }
   }
 

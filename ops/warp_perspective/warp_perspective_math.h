@@ -390,17 +390,31 @@ CALCOPS_HD inline void round_weights(double t, int order, Real (&weight)[4]) {
   for (int k = 0; k < 4; ++k) weight[k] = static_cast<Real>(exact[k]);
 }
 
-// Return the interpolated value, or its derivative of an order for x and y.
 template <class Real, class Pixel, int kTaps>
-CALCOPS_HD inline Real interpolate(const Plane<Pixel>& plane, const Cell<kTaps>& cell, int order_x,
-                                   int order_y) {
-  Real tap[kTaps][kTaps], weight_x[kTaps], weight_y[kTaps];
+CALCOPS_HD inline void read_taps(const Plane<Pixel>& plane, const Cell<kTaps>& cell,
+                                 Real (&tap)[kTaps][kTaps]) {
   for (int y = 0; y < kTaps; ++y)
     for (int x = 0; x < kTaps; ++x)
       tap[y][x] = plane.template at<Real>(cell.y.tap[y], cell.x.tap[x]);
+}
+
+// Return the interpolated value, or its derivative of an order for x and y, from the taps.
+template <class Real, int kTaps>
+CALCOPS_HD inline Real sum_cell(const Cell<kTaps>& cell, const Real (&tap)[kTaps][kTaps],
+                                int order_x, int order_y) {
+  Real weight_x[kTaps], weight_y[kTaps];
   round_weights(cell.x.fraction, order_x, weight_x);
   round_weights(cell.y.fraction, order_y, weight_y);
   return sum_taps(tap, weight_x, weight_y);
+}
+
+// The same from a plane.
+template <class Real, class Pixel, int kTaps>
+CALCOPS_HD inline Real interpolate(const Plane<Pixel>& plane, const Cell<kTaps>& cell, int order_x,
+                                   int order_y) {
+  Real tap[kTaps][kTaps];
+  read_taps(plane, cell, tap);
+  return sum_cell(cell, tap, order_x, order_y);
 }
 
 template <class Pixel, int kTaps>
