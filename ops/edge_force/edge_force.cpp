@@ -5,6 +5,7 @@
 #include <calcops/operator.h>
 
 #include "force_terms.h"
+#include "no_loops.h"
 
 namespace calcops::ops::edge_force {
 namespace {

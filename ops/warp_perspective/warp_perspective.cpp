@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "float16.h"
+#include "no_loops.h"
 #include "warp_perspective/warp_perspective_derivatives.h"
 
 template <>
