@@ -7,13 +7,13 @@ python = .venv/bin/python
 pip = $(python) -m pip install --disable-pip-version-check -q
 sources = $(wildcard \
   contracts/runtime/*.cpp contracts/runtime/*.h _calcops_jit/shadow/*.h _calcops_jit/shadow/torch/*.h contracts/include/calcops/*.h \
-  ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu \
+  ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu calcops/ops/*/*.h calcops/ops/*/*.cpp calcops/ops/*/*.cu \
   calcops/*/*.h calcops/*/*.cpp examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
   bench/*.cpp bench/*.cu tests/contracts/*.cpp \
   tests/operators/cuda_on_cpu/*.h tests/operators/cuda_on_cpu/*.cpp tests/operators/arm/*.h tests/operators/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-operator_tests = $(foreach folder,$(notdir $(wildcard ops/*)),$(wildcard tests/operators/test_$(folder)*.py))
+operator_tests = $(foreach folder,$(notdir $(wildcard ops/* calcops/ops/*)),$(wildcard tests/operators/test_$(folder)*.py))
 # The sanitizer finds __cxa_throw only if libstdc++ is preloaded, too.
 preload = LD_PRELOAD=$$(c++ -print-file-name=lib$(config).so):$$(c++ -print-file-name=libstdc++.so)
 environment_asan = $(preload) ASAN_OPTIONS=detect_leaks=0 CALCOPS_CFLAGS='-fsanitize=address -fno-omit-frame-pointer -g'

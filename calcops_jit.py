@@ -187,7 +187,14 @@ def _expose() -> None:
     __all__.extend(_own.operators.keys() - set(__all__))
 
 
+# Operators that calcops_jit had before they became a library of their own.
+_MOVED = {"density", "environment_spline", "matrix_product", "tabulated_sum"}
+
+
 def __getattr__(name: str):
+    if name in _MOVED:
+        what = f"calcops_jit.{name} is torch.ops.calcops_models.{name} after `import calcops.ops`"
+        raise AttributeError(what)
     if _problem is not None and not name.startswith("_"):
         raise _problem
     raise library.missing(f"module 'calcops_jit' has no attribute {name!r}", __all__)

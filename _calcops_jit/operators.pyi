@@ -87,53 +87,6 @@ def force_virial(
     atom_virial of an atom and the virial of its frame become NaN with its force.
     """
 
-def density(
-    d: Tensor,
-    kind: Tensor,
-    table: Tensor,
-    grid: Tensor,
-    harmonics: int,
-) -> Tensor:
-    """Sums over neighbours of tabulated functions of the distance times spherical harmonics.
-
-    d            [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
-                 Vectors from each atom to its neighbours, in any order.
-    kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of
-                 each pair, such as the types of both atoms; -1: an empty slot, anywhere.
-    table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
-    grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
-                 the cells for each kind, from 0 in rising order. The last is the cutoff.
-    harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
-
-    Returns
-    result       [harmonics, n, F]; like d.
-
-    These are the projections of the density of neighbours with which NEP, ACE and SNAP describe an
-    atom:
-
-      A[l^2 + l + m][i][f] = sum of g_f(|d|; kind) Y_lm(d / |d|) over the slots of atom i
-
-    Each kind of pair has F functions g_f of the distance. They are quintic splines with B - 5 cells
-    of equal width between the two distances in `grid`. table[kind][b][f] is the coefficient of the
-    B-spline b. Below the grid the splines continue as straight lines, so a grid usually begins at 0.
-
-    Y_lm are the real spherical harmonics, orthonormal on the unit sphere: Y_00 = (4 pi)^(-1/2), and
-    Y_1-1, Y_10 and Y_11 are (3 / 4 pi)^(1/2) times y/r, z/r and x/r. m > 0 has cos(m phi), m < 0 has
-    sin(|m| phi), without the sign (-1)^m.
-
-    An empty slot and a pair at the end of its grid or beyond add exactly nothing, whatever values
-    they have, and their gradients are exactly 0. Functions that do not vanish at the end of the grid
-    jump to 0 there. Two atoms in one place make the sums of their atom NaN.
-
-    Differentiable in `d` up to third order and in `table` to any order, in reverse and in forward
-    mode; not in `grid`. Deterministic: computed in float64 and summed in the order of the slots; the
-    gradient for `table` is summed in blocks of atoms that depend on the sizes alone.
-
-    A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
-    CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
-    GPU.
-    """
-
 def edge_force(
     edge_index: Tensor,
     edge_gradient: Tensor,
@@ -235,82 +188,6 @@ def edge_order(
     E must be below 2^30. torch.export needs this bound of a dynamic E: Dim("E", max=2**30 - 1).
     """
 
-def environment_spline(
-    d: Tensor,
-    kind: Tensor,
-    davg: Tensor,
-    dstd: Tensor,
-    grid: Tensor,
-    functions: int,
-    rcut_smth: float,
-    rcut: float,
-    spline: str = 'quintic',
-) -> Tensor:
-    """Sums over neighbours of environment-matrix rows times B-splines, for spline embedding nets.
-
-    d           [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
-                Vectors from each atom to its neighbours, in any order.
-    kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
-                pair, such as the neighbour's type; -1: an empty slot, anywhere.
-    davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows,
-                subtracted in R (below).
-    dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of
-                the rows, the divisor in R (below).
-    grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of
-                R[0] that the cells of the B-splines cover, for each kind. There are (functions - 5)
-                cells of equal width, or (functions - 3) if `spline` is "cubic".
-    functions   6 to 2^20. Number of B-splines of each kind.
-    rcut_smth   >= 0. Distance at which the switch w begins to fall.
-    rcut        Cutoff distance, at which w is 0. It is larger than rcut_smth.
-    spline      "quintic" or "cubic". The B-splines have four or two continuous derivatives.
-
-    Returns
-    result      [n, 4, kinds, functions]; like d.
-
-    The switch w(r) is 1 up to rcut_smth. From there to rcut it is (1 - u)^3 (1 + 3u + 6u^2) with
-    u = (r - rcut_smth) / (rcut - rcut_smth). With r = |d| and s = w(r)/r, each slot has the row
-    R = (s (1, d/r) - davg) / dstd, as in DeePMD-kit's se_e2_a. The result is
-
-      P[i][a][kind][b] = sum of R[a] B_b(R[0]) over the slots of atom i that have this kind
-
-    B_b are uniform B-splines. Outside the grid they continue as straight lines.
-
-    The sums for an embedding net follow from P. Let the net's M outputs be splines of R[0], with the
-    coefficients C [kinds*functions, M]. Then P.flatten(2) @ C [n, 4, M] are the sums of R[a] times
-    these outputs. Nothing of the size n*K*M is stored. On a CPU,
-    matrix_product(P.view(-1, len(C)), C).view(n, 4, M) is often faster.
-
-    An empty slot and a pair at rcut or beyond add exactly nothing, whatever values they have, and
-    their gradients are exactly 0. (In DeePMD-kit an empty slot has the row R = -davg/dstd. Here the
-    caller adds its term.) Two atoms in one place make the sums of their kind NaN or infinite.
-
-    Differentiable up to third order in d, in reverse and in forward mode; not in davg, dstd and grid.
-    Deterministic: computed in float64 and summed in the order of the slots.
-
-    A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
-    CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
-    GPU.
-    """
-
-def matrix_product(
-    x: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """Product of a matrix of many rows by a small one, x @ weights, as in layers of neural nets.
-
-    x        [N, K]; float32 or float64; N*M < 2^40 on CUDA. The matrix of many rows.
-    weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.
-
-    Returns
-    result   [N, M]; like x.
-
-    The operator is made for CPUs. The CUDA kernel is a plain tiled one.
-
-    Differentiable to any order in both, in reverse and in forward mode. Each result is summed in the
-    dtype of x and in the order of K: its bits depend neither on the other rows nor on the number of
-    threads. torch.mm computes the gradient for the weights, which is a sum over all rows.
-    """
-
 def neighbor_index(
     list_neigh: Tensor,
     nghost: int = 0,
@@ -330,47 +207,6 @@ def neighbor_index(
     groups: those that name atom 0, those that name atom 1 and so on, each group in rising order.
     Behind the last group, -1 stands for every slot that names no atom. The first part [B, n + nghost]
     has the end of each atom's group: the position in the second part just behind the group.
-    """
-
-def tabulated_sum(
-    x: Tensor,
-    R: Tensor,
-    kind: Tensor,
-    table: Tensor,
-    grid: Tensor,
-    order: int = 0,
-) -> Tensor:
-    """Sums over neighbours of tabulated functions, such as compressed embedding nets.
-
-    x       [n, K]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA. Argument of
-            the functions, such as the smoothed inverse distance of each neighbour.
-    R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
-    kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
-            neighbour; -1: an empty slot, anywhere.
-    table   [kinds, cells, 6, M]; like x; constant; cells >= 1. In a cell
-            g_m(x) = sum_k table[kind][cell][k][m] t^k, where t is the distance of x from the cell's
-            beginning.
-    grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells.
-            The five numbers are the first part's beginning, cell width and end, and the second part's
-            cell width and end. Each part holds a whole number of cells. If both ends are equal, there
-            is no second part.
-    order   0 to 2^40. The sums are over the derivative of g_m of this order.
-
-    Returns
-    result  [n, 4, M]; like x.
-
-    Each kind of neighbour has M functions g_m, which are piecewise polynomials of degree 5. Outside
-    the grid they continue as straight lines, on which an infinite x counts as 1e30. The result is
-    T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). Nothing of the size n*K*M is stored.
-
-    Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An
-    empty slot adds exactly nothing, whatever its values, and its gradients are exactly 0.
-    Deterministic: blocks of slots are summed in the order of the slots, and the blocks' sums are
-    added in float64.
-
-    A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
-    CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
-    GPU.
     """
 
 def warp_perspective(

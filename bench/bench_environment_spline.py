@@ -19,10 +19,9 @@ import ctypes
 import time
 from functools import partial
 
+import calcops.ops
 import torch
 from bench_tabulated_sum import KINDS, NEIGHBOURS, SLOTS, M, Net, timed
-
-import calcops_jit
 
 RCUT_SMTH, RCUT, FUNCTIONS = 0.5, 6.0, 64
 TABLE_GRID = 0.0, 0.01, 13.0, 0.1, 65.0  # begin, width and end of its cells, then width and end
@@ -135,10 +134,10 @@ def compare(atoms, dtype, seconds, deepmd=None):
     table_grid = torch.tensor([TABLE_GRID] * KINDS, dtype=torch.float64)
 
     def sums():
-        return calcops_jit.environment_spline(d, kind, davg, dstd, grid, *rest)
+        return calcops.ops.library.environment_spline(d, kind, davg, dstd, grid, *rest)
 
     def product(P):
-        return calcops_jit.matrix_product(P.view(-1, len(C)), C).view(atoms, 4, M)
+        return calcops.ops.library.matrix_product(P.view(-1, len(C)), C).view(atoms, 4, M)
 
     rows = {
         "environment_spline, then matrix_product": (lambda: product(sums()), d, of_T),
@@ -146,7 +145,7 @@ def compare(atoms, dtype, seconds, deepmd=None):
         "matrix_product alone": (lambda: product(P), P, of_T),
         "torch.matmul in its place": (lambda: P @ C, P, of_T),
         "tabulated_sum, from R and to its gradient": (
-            lambda: calcops_jit.tabulated_sum(x, R, kind, table, table_grid),
+            lambda: calcops.ops.library.tabulated_sum(x, R, kind, table, table_grid),
             (x, R),
             of_T,
         ),

@@ -29,13 +29,15 @@ import bench_edge_force
 import bench_environment_spline
 import bench_force_cuda
 import bench_tabulated_sum
+import calcops.ops  # noqa: F401 - registers the operators, and so does calcops_jit
 import gpu_results
 import torch
 from bench_force import lattice
 
-import calcops_jit  # noqa: F401 - registers the operators
+import calcops_jit  # noqa: F401
 
 ops = torch.ops.calcops
+models = torch.ops.calcops_models
 BOTH_DTYPES = torch.float64, torch.float32
 kFurther = "further cases"  # the name of those that cannot be made
 
@@ -220,11 +222,11 @@ def density_cases(scale):
 
 def density_cases_of(name, inputs):
     tangent = torch.randn_like(inputs[0]).unsqueeze(2)
-    gradients = [*upstream_of(ops.density(*inputs)), *inputs]
-    yield Case(name, ops.density, inputs)
-    yield Case(f"{name}, backward of d", ops._density_backward, gradients)
-    yield Case(f"{name}, backward of table", ops._density_table_backward, gradients)
-    yield Case(f"{name}, one tangent", ops._density_along, [*inputs, tangent])
+    gradients = [*upstream_of(models.density(*inputs)), *inputs]
+    yield Case(name, models.density, inputs)
+    yield Case(f"{name}, backward of d", models._density_backward, gradients)
+    yield Case(f"{name}, backward of table", models._density_table_backward, gradients)
+    yield Case(f"{name}, one tangent", models._density_along, [*inputs, tangent])
 
 
 def environment_cases(scale):
@@ -232,25 +234,25 @@ def environment_cases(scale):
         x = on(scale.device, bench_environment_spline.inputs(scale.atoms, dtype))
         d, kind = x[:2]
         name = f"environment_spline {short(dtype)}"
-        upstream = upstream_of(ops.environment_spline(*x))
+        upstream = upstream_of(models.environment_spline(*x))
         nbytes = bytes_of(*x, *upstream) - empty_share(kind) * d.nbytes
-        yield Case(name, ops.environment_spline, x, nbytes)
+        yield Case(name, models.environment_spline, x, nbytes)
         gradients = [*upstream, *x, "quintic"]
         nbytes += d.nbytes
-        yield Case(f"{name}, backward", ops._environment_spline_backward, gradients, nbytes)
+        yield Case(f"{name}, backward", models._environment_spline_backward, gradients, nbytes)
 
 
 def table_cases(scale):
     def backward(*x):
-        return ops._tabulated_sum_backward(*x, 0, [True, True])
+        return models._tabulated_sum_backward(*x, 0, [True, True])
 
     for dtype in BOTH_DTYPES:
         x = on(scale.device, bench_tabulated_sum.inputs(scale.atoms, dtype))
         slots, kind = x[:2], x[2]
         name = f"tabulated_sum {short(dtype)}"
-        upstream = upstream_of(ops.tabulated_sum(*x))
+        upstream = upstream_of(models.tabulated_sum(*x))
         nbytes = bytes_of(*x, *upstream) - empty_share(kind) * bytes_of(*slots)
-        yield Case(name, ops.tabulated_sum, x, nbytes)
+        yield Case(name, models.tabulated_sum, x, nbytes)
         nbytes += bytes_of(*slots)
         yield Case(f"{name}, backward", backward, [*upstream, *x], nbytes)
 
@@ -261,7 +263,7 @@ def product_cases(scale):
             a = torch.randn(rows, 64, dtype=dtype, device=scale.device)
             b = torch.randn(64, 100, dtype=dtype, device=scale.device)
             of = f"{short(dtype)} {size} x 64 x 100"
-            yield Case(f"matrix_product {of}", ops.matrix_product, [a, b])
+            yield Case(f"matrix_product {of}", models.matrix_product, [a, b])
             yield Case(f"torch.mm {of}", torch.mm, [a, b])
 
 

@@ -13,6 +13,7 @@ import argparse
 import time
 from functools import partial
 
+import calcops.ops
 import numpy as np
 import torch
 from bench_environment_spline import CELLS, RCUT, RCUT_SMTH, TABLE_GRID, environment, inputs
@@ -21,8 +22,6 @@ from calcops.train.deep_potential import load_npz
 from calcops.train.splines import kChecked, kDegree, kFitted, points, relative_error
 from calcops.train.tables import derivatives
 from scipy.interpolate import make_lsq_spline
-
-import calcops_jit
 
 COUNTS = 59, 128, 256, 512, 1024, 2048, 4096, 8192
 TIMED = COUNTS[:5]
@@ -67,14 +66,17 @@ def times(atoms, seconds):
     def splines(functions, C):
         sums = []
         for few, kinds in zip(*(t.split(max(1, BLOCK // (4 * len(C)))) for t in (d, kind))):
-            P = calcops_jit.environment_spline(
+            P = calcops.ops.library.environment_spline(
                 few, kinds, davg, dstd, grid, functions, RCUT_SMTH, RCUT
             )
-            sums.append(calcops_jit.matrix_product(P.view(-1, len(C)), C).view(-1, 4, M))
+            sums.append(calcops.ops.library.matrix_product(P.view(-1, len(C)), C).view(-1, 4, M))
         return torch.cat(sums)
 
     calls = {
-        "tabulated_sum": (partial(calcops_jit.tabulated_sum, x, R, kind, table, table_grid), (x, R))
+        "tabulated_sum": (
+            partial(calcops.ops.library.tabulated_sum, x, R, kind, table, table_grid),
+            (x, R),
+        )
     }
     for cells in TIMED:
         functions = cells + kDegree

@@ -1,6 +1,6 @@
 """Write the files that are generated from the operators' registered schemas and documentation:
-the README's table of operators, the reference part of ops/README.md, the type stubs, and the C++
-header for hosts.
+the tables of README.md and calcops/README.md, the reference parts of ops/README.md and
+calcops/ops/README.md, and for the core the type stubs and the C++ header for hosts.
 
     make docs
 """
@@ -12,6 +12,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import calcops.ops
 import torch
 
 import calcops_jit
@@ -71,6 +72,7 @@ class _Operator:
     def __init__(self, name: str, handle: torch._ops.OpOverloadPacket):
         self.name = name
         self.qualified = handle._qualified_op_name
+        self.is_old = not self.qualified.startswith("calcops")
         self.schema = str(handle.default._schema)
         self.arguments = handle.default._schema.arguments
         self.text = handle.__doc__.partition("\n\n")[2]  # what follows the schemas
@@ -148,28 +150,43 @@ def _between_marks(path: Path, lines: list[str]) -> str:
     return "\n".join([head + _BEGIN, *lines, _END]) + rest.partition(_END)[2]
 
 
+def _sorted(attributes: dict) -> list[_Operator]:
+    """Return the operators among attributes in the order of the documentation.
+
+    The force operators come first, since most readers look for them. Names that older programs call
+    come last.
+    """
+    packets = {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, torch._ops.OpOverloadPacket)
+    }
+    operators = [_Operator(name, packet) for name, packet in packets.items()]
+    return sorted(operators, key=lambda o: (o.is_old, not o.name.startswith("force"), o.name))
+
+
+def _pages(folder: Path, operators: list[_Operator]) -> dict[Path, str]:
+    """Return a folder's README with a table of operators, and the one of its ops/ with their text."""
+    table = ["| operator | what it computes |", "|---|---|"]
+    table += [o.table_row() for o in operators if not o.is_old]
+    sections = "\n\n".join(o.section() for o in operators)
+    page = folder / "README.md"
+    reference = folder / "ops/README.md"
+    return {
+        page: _between_marks(page, table),
+        reference: _between_marks(reference, ["", sections, ""]),
+    }
+
+
 def _rendered() -> dict[Path, str]:
     """Return each generated file with its new text."""
     calcops_jit.library_path()  # BuildError: without operators, the files would be emptied
-    operators = []
-    for name in calcops_jit.__all__:
-        handle = getattr(calcops_jit, name)
-        if isinstance(handle, torch._ops.OpOverloadPacket):
-            operators.append(_Operator(name, handle))
-
-    def is_old(operator):
-        return not operator.qualified.startswith("calcops::")
-
-    # The force operators come first, since most readers look for them. Names that older programs
-    # call come last.
-    operators.sort(key=lambda o: (is_old(o), not o.name.startswith("force"), o.name))
-    table = ["| operator | what it computes |", "|---|---|"]
-    table += [o.table_row() for o in operators if not is_old(o)]
-    sections = "\n\n".join(o.section() for o in operators)
+    operators = _sorted(vars(calcops_jit))
+    models = _sorted(calcops.ops.library.operators)
     imports = "from collections.abc import Sequence\n\nfrom torch import Tensor\n"
     return {
-        _ROOT / "README.md": _between_marks(_ROOT / "README.md", table),
-        _ROOT / "ops/README.md": _between_marks(_ROOT / "ops/README.md", ["", sections, ""]),
+        **_pages(_ROOT, operators),
+        **_pages(_ROOT / "calcops", models),
         _ROOT / "_calcops_jit/operators.pyi": "\n".join(
             [f"# {_ORIGIN}", imports, *(o.stub() for o in operators)]
         ),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import gpu_results
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = ROOT / "ops", ROOT / "calcops" / "ops"  # the folders of the operators' folders
 
 # The tests of every kernel at its boundaries.
 KERNEL_TESTS = sorted((ROOT / "tests").rglob("test_*_cuda_kernels.py"))
@@ -91,8 +92,14 @@ def by_exit_code(code, output):
     return {"passed": code == 0, "summary": lines[-1] if lines else "printed nothing"}
 
 
+BUILD = """
+import calcops.ops, calcops_jit
+print(calcops_jit.library_path(), calcops.ops.library.path)
+"""
+
+
 def build(seconds):
-    return [Job("build", [sys.executable, "-m", "calcops_jit", "build"], by_exit_code)]
+    return [Job("build", [sys.executable, "-c", BUILD], by_exit_code)]
 
 
 def judge_cases(code, output):
@@ -183,7 +190,8 @@ sys.exit(code)
 def kernel_names(operator):
     """Return the names of an operator's kernels, which other operators may have, too."""
     example = ROOT / "examples" / operator.removeprefix("examples_")
-    sources = [*(ROOT / "ops" / operator).glob("*.cu"), *example.glob("*.cu")]
+    folders = [*(library / operator for library in LIBRARIES), example]
+    sources = [source for folder in folders for source in folder.glob("*.cu")]
     text = "".join(source.read_text() for source in sources)
     kernel = r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)"
     return sorted(set(re.findall(kernel, text)))

@@ -1,6 +1,6 @@
 """Print registers, stack and instructions of operators' CUDA kernels, from their machine code.
 
-    python bench/machine_code.py ops/density/density.cu [--arch sm_90] [--before FOLDER]
+    python bench/machine_code.py ops/force/force.cu [--arch sm_90] [--before FOLDER]
 
 Prints a line for each kernel. `loops` are the numbers of instructions of the innermost loops. With
 `--before`, the numbers of the checkout in FOLDER come first, and kernels that are the same in both
@@ -58,11 +58,12 @@ def innermost_loops(code):
     ]
 
 
-def kernels(source, arch):
+def kernels(checkout, path, arch):
     """Return {name: (registers, stack, shared memory, instructions, loops)} of a source's kernels."""
+    source = checkout / path
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernels.cubin")
-        folders = [f"-I{source.parents[1]}", f"-I{source.parents[2]}/contracts/include"]
+        folders = [f"-I{source.parents[1]}", f"-I{checkout}/contracts/include"]
         options = ["-cubin", "-std=c++20", "-O3", f"-arch={arch}", *folders]
         output_of("nvcc", *options, source, "-o", cubin)
         usage = dict(re.findall(r" Function (.*):\n +(.*)", cuobjdump("-res-usage", cubin)))
@@ -86,8 +87,8 @@ def main():
     print("registers, bytes of stack, bytes of shared memory, instructions, loops")
     for source in options.sources:
         path = source.resolve().relative_to(ROOT)
-        now = kernels(ROOT / path, options.arch)
-        before = kernels(options.before.resolve() / path, options.arch) if options.before else {}
+        now = kernels(ROOT, path, options.arch)
+        before = kernels(options.before.resolve(), path, options.arch) if options.before else {}
         print(f"\n{path}, {options.arch}")
         for name in before | now:
             if before.get(name) == now.get(name):

@@ -70,7 +70,7 @@ def copy(folder):
 def copy_builds(tree, cache):
     """Copy what was built already: the operators, and the runtime that checkout.py has built."""
     user_cache = os.environ.get("CALCOPS_CACHE") or os.path.expanduser("~/.cache/calcops")
-    for name in ("calcops-*", "runtime-*"):
+    for name in ("calcops-*", "calcops_models-*", "runtime-*"):
         for slot in Path(user_cache).glob(name):
             shutil.copytree(slot, cache / slot.name, symlinks=True)
     of_tests = Path(".pytest_cache/loader")

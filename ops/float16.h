@@ -2,10 +2,10 @@
 // PyTorch's. Conversions have no branches, so that a loop over them is vectorised.
 #pragma once
 
+#include <calcops/numbers.h>
+
 #include <cstdint>
 #include <cstring>
-
-#include "numbers.h"
 
 namespace calcops {
 

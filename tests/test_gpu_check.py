@@ -113,7 +113,7 @@ wait
 def ran_kernels():
     """Return what PROFILED prints of all kernels of all operators."""
     lines = []
-    for path in (ROOT / "ops").iterdir():
+    for path in (path for library in gpu_parts.LIBRARIES for path in library.iterdir()):
         for name in gpu_parts.kernel_names(path.name):
             scope = f"calcops::ops::{path.name}::(anonymous namespace)"
             lines.append(f"ran: void {scope}::{name}<float, int>(float*)\n")
@@ -282,7 +282,7 @@ def test_the_seconds_are_a_limit_for_all_parts_together(fake):
 
 
 def test_after_a_failed_build_nothing_runs(fake):
-    fake.python('*"calcops_jit build"*', "echo error; exit 1")
+    fake.python("*library_path*", "echo error; exit 1")
     code, _, printed = fake.check("--parts", "build,kernels,bench")
     assert code == 1
     assert fake.states() == {"build": "failed", "kernels": "not run", "bench": "not run"}, printed
@@ -484,7 +484,7 @@ def test_a_kernel_that_never_ran_is_named_with_its_operator(fake):
 
 def test_racecheck_takes_tests_that_exist_of_every_operator_that_shares_memory():
     jobs = {job.name: job.command for job in gpu_parts.PARTS["racecheck"].jobs(60)}
-    for source in (ROOT / "ops").glob("*/*.cu"):
+    for source in (path for library in gpu_parts.LIBRARIES for path in library.glob("*/*.cu")):
         assert (source.stem in jobs) == ("__shared__" in source.read_text())
     tests = [word for command in jobs.values() for word in command if "::" in str(word)]
     assert tests

@@ -8,22 +8,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-OPERATORS = sorted(path.name for path in (ROOT / "ops").iterdir() if path.is_dir())
-SOURCES = sorted(path for path in (ROOT / "ops").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
-SHARED = {
-    "b_splines.h",
-    "directions.h",
-    "duals.h",
-    "either.h",
-    "float16.h",
-    "force_terms.h",
-    "memory.h",
-    "no_loops.h",
-    "numbers.h",
-    "parallel.h",
-    "real_arrays.h",
-    "README.md",
+# {a library's folder: its files beside the folders of operators}
+LIBRARIES = {
+    ROOT / "ops": {"either.h", "float16.h", "force_terms.h", "README.md"},
+    ROOT / "calcops" / "ops": {
+        "b_splines.h",
+        "directions.h",
+        "duals.h",
+        "real_arrays.h",
+        "__init__.py",
+        "README.md",
+    },
 }
+FOLDERS = {path for library in LIBRARIES for path in library.iterdir() if path.is_dir()}
+OPERATORS = sorted(path for path in FOLDERS if path.name not in ("__pycache__", "prebuilt"))
+SOURCES = sorted(
+    path
+    for library in LIBRARIES
+    for path in library.rglob("*")
+    if path.suffix in (".h", ".cpp", ".cu")
+)
 PYTHON = [ROOT / "calcops_jit.py"]
 for folder in ("_calcops_jit", "bench", "calcops", "examples", "tests"):
     PYTHON += sorted((ROOT / folder).rglob("*.py"))
@@ -67,9 +71,10 @@ def lines_with(pattern, text):
     return [f"{number}: {line}" for number, line in lines if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_an_operator_is_a_folder_of_its_files_and_a_test(operator):
-    files = {path.name for path in (ROOT / "ops" / operator).iterdir()}
+@pytest.mark.parametrize("folder", OPERATORS, ids=name)
+def test_an_operator_is_a_folder_of_its_files_and_a_test(folder):
+    operator = folder.name
+    files = {path.name for path in folder.iterdir()}
     own = rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h"
     assert f"{operator}.cpp" in files
     assert not [file for file in files if not re.fullmatch(own, file)]
@@ -87,9 +92,10 @@ def test_no_folder_of_tests_hides_a_package_that_a_test_looks_for():
     assert not wanted & {path.name for path in tests.rglob("*") if path.is_dir()}
 
 
-def test_ops_holds_only_operators_and_the_shared_files():
-    assert {path.name for path in (ROOT / "ops").iterdir() if path.is_file()} == SHARED
-    assert all(path.parent.parent in (ROOT, ROOT / "ops") for path in SOURCES)
+def test_a_librarys_folder_holds_only_operators_and_the_shared_files():
+    for library, shared in LIBRARIES.items():
+        assert {path.name for path in library.iterdir() if path.is_file()} == shared
+    assert all({path.parent, path.parent.parent} & LIBRARIES.keys() for path in SOURCES)
 
 
 def test_every_file_name_says_what_the_file_holds():
@@ -152,14 +158,12 @@ def test_only_three_calcops_macros_are_used_and_other_macros_are_undefined_again
     for path in SOURCES:
         defined = set(re.findall(r"^\s*#\s*define\s+(\w+)", code(path), re.MULTILINE))
         undefined = set(re.findall(r"^\s*#\s*undef\s+(\w+)", code(path), re.MULTILINE))
-        assert defined - undefined <= (shared if path.name == "numbers.h" else set())
+        assert defined <= undefined
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if path.parent.name in OPERATORS], ids=name
-)
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.parent in OPERATORS], ids=name)
 def test_an_operators_code_has_a_namespace_of_its_own(path):
-    """One library holds all operators: functions of one name need different namespaces."""
+    """A library holds several operators: functions of one name need different namespaces."""
     outermost = re.findall(r"^namespace [\w:]+", code(path), re.MULTILINE)
     assert outermost[:1] == [f"namespace calcops::ops::{path.parent.name}"]
     assert set(outermost[1:]) <= {"namespace warp_derivatives"}

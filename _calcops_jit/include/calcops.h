@@ -45,22 +45,6 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> force_virial(
 }  // namespace calcops
 
 namespace calcops {
-/// Sums over neighbours of tabulated functions of the distance times spherical harmonics.
-inline at::Tensor density(
-    const at::Tensor& d,
-    const at::Tensor& kind,
-    const at::Tensor& table,
-    const at::Tensor& grid,
-    c10::SymInt harmonics) {
-  static const auto op = c10::Dispatcher::singleton()
-      .findSchemaOrThrow("calcops::density", "")
-      .typed<at::Tensor(
-          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt)>();
-  return op.call(d, kind, table, grid, harmonics);
-}
-}  // namespace calcops
-
-namespace calcops {
 /// Force on every atom from the gradients of the energy along the edges of a graph.
 inline at::Tensor edge_force(
     const at::Tensor& edge_index,
@@ -107,39 +91,6 @@ inline at::Tensor edge_order(
 }  // namespace calcops
 
 namespace calcops {
-/// Sums over neighbours of environment-matrix rows times B-splines, for spline embedding nets.
-inline at::Tensor environment_spline(
-    const at::Tensor& d,
-    const at::Tensor& kind,
-    const at::Tensor& davg,
-    const at::Tensor& dstd,
-    const at::Tensor& grid,
-    c10::SymInt functions,
-    double rcut_smth,
-    double rcut,
-    std::string_view spline = "quintic") {
-  static const auto op = c10::Dispatcher::singleton()
-      .findSchemaOrThrow("calcops::environment_spline", "")
-      .typed<at::Tensor(
-          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt, double, double, std::string_view)>();
-  return op.call(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline);
-}
-}  // namespace calcops
-
-namespace calcops {
-/// Product of a matrix of many rows by a small one, x @ weights, as in layers of neural nets.
-inline at::Tensor matrix_product(
-    const at::Tensor& x,
-    const at::Tensor& weights) {
-  static const auto op = c10::Dispatcher::singleton()
-      .findSchemaOrThrow("calcops::matrix_product", "")
-      .typed<at::Tensor(
-          const at::Tensor&, const at::Tensor&)>();
-  return op.call(x, weights);
-}
-}  // namespace calcops
-
-namespace calcops {
 /// Slots sorted by the atom that they name. Saves force and force_virial work on CUDA.
 inline at::Tensor neighbor_index(
     const at::Tensor& list_neigh,
@@ -149,23 +100,6 @@ inline at::Tensor neighbor_index(
       .typed<at::Tensor(
           const at::Tensor&, c10::SymInt)>();
   return op.call(list_neigh, nghost);
-}
-}  // namespace calcops
-
-namespace calcops {
-/// Sums over neighbours of tabulated functions, such as compressed embedding nets.
-inline at::Tensor tabulated_sum(
-    const at::Tensor& x,
-    const at::Tensor& R,
-    const at::Tensor& kind,
-    const at::Tensor& table,
-    const at::Tensor& grid,
-    c10::SymInt order = 0) {
-  static const auto op = c10::Dispatcher::singleton()
-      .findSchemaOrThrow("calcops::tabulated_sum", "")
-      .typed<at::Tensor(
-          const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, c10::SymInt)>();
-  return op.call(x, R, kind, table, grid, order);
 }
 }  // namespace calcops
 

@@ -6,7 +6,7 @@ from _calcops_jit.operators import *
 
 from collections.abc import Callable, Sequence
 
-def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | None=None, check: bool=False, **torch_options) -> Library:
+def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | str | None=None, native: bool=False, check: bool=False, **torch_options) -> Library:
     """Return the library of operator sources, which is built once and then cached.
 
     The sources register their operators with a contract or TORCH_LIBRARY. After an edit, the next
@@ -15,16 +15,21 @@ def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=No
     Args:
         name: name of the library; also the macro TORCH_EXTENSION_NAME and the namespace of its
             contracts. It is none of PyTorch's own namespaces.
-        sources: paths of .cpp and .cu files. A .c file is compiled as C++.
+        sources: paths of .cpp and .cu files. A .c file is compiled as C++. A folder stands for all
+            sources in it and in its folders, and is searched for headers.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
             split into words as a shell would. A list is passed on as torch does, so a flag in it
-            that contains a space needs quotes of its own. at::parallel_for is a plain loop unless
-            -fopenmp is in extra_cflags and in extra_ldflags.
+            that contains a space needs quotes of its own.
         extra_cuda_cflags: flags for nvcc, after -O3.
         extra_ldflags: flags for the linker, objects and archives.
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
-        with_cuda: build for CUDA; default: if there is a .cu source.
+        with_cuda: build for CUDA; default: if there is a .cu source. "auto": as the project's
+            operators, if CALCOPS_CUDA, a GPU or TORCH_CUDA_ARCH_LIST asks for it. Otherwise .cu
+            sources are left out, and a contract's operator says for a CUDA tensor why.
+        native: compile as the project's operators: for this machine's processor, with OpenMP, -Wall
+            and CALCOPS_CFLAGS. Without it, at::parallel_for is a plain loop unless -fopenmp is in
+            extra_cflags and in extra_ldflags.
         check: make an index that is out of bounds an error of the call. This is for views of a
             contract's kernels, and slower. The same call with another `check` exchanges the
             kernels of the library in place.

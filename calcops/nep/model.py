@@ -15,7 +15,7 @@ of its own: A_nlm = sum_j g_n(r_ij) Y_lm(r_ij), and the invariants
     q_1111  the square of q_n1
 
 g_n = sum_k c_nk f_k, where c depends on the types of both atoms, and f_k is the radial basis of
-radial_splines.py. torch.ops.calcops.density computes the sums, with g_n as splines.
+radial_splines.py. torch.ops.calcops_models.density computes the sums, with g_n as splines.
 
 Source: Fan et al., J. Chem. Phys. 157, 114801 (2022), doi 10.1063/5.0106617; NEP4: Song et al.,
 Nat. Commun. 15, 10208 (2024); ZBL: Liu et al., Phys. Rev. B 108, 054312 (2023).
@@ -23,13 +23,12 @@ Nat. Commun. 15, 10208 (2024); ZBL: Liu et al., Phys. Rev. B 108, 054312 (2023).
 
 import math
 
+import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import numpy as np
 import torch
 from calcops.nep.nep_file import NepFile, read
 from calcops.nep.radial_splines import b_splines, interpolation, radial_basis
 from calcops.potentials.potential import forces_of_slots
-
-import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 kElements = (
     "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se "
@@ -285,9 +284,9 @@ class Nep(torch.nn.Module):
         if self.training:
             radial_table = self.radial_basis @ self.radial_c
             angular_table = self.angular_basis @ self.angular_c
-        radial = torch.ops.calcops.density(d, kind, radial_table, self.radial_grid, 1)
+        radial = torch.ops.calcops_models.density(d, kind, radial_table, self.radial_grid, 1)
         harmonics = (self.l_max + 1) * (self.l_max + 1)
-        A = torch.ops.calcops.density(d, kind, angular_table, self.angular_grid, harmonics)
+        A = torch.ops.calcops_models.density(d, kind, angular_table, self.angular_grid, harmonics)
         q = torch.cat([radial[0], self.invariants(A)], 1)
         energy = self.energies_of_nets(types, q)
         if self.zbl_outer > 0:

@@ -1,4 +1,4 @@
-"""Splines of NEP's radial functions, for torch.ops.calcops.density."""
+"""Splines of NEP's radial functions, for torch.ops.calcops_models.density."""
 
 import numpy as np
 

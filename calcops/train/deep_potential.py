@@ -11,6 +11,7 @@ shows. Two of its conventions, from its deepmd/dpmodel (v3.2): an empty slot has
 
 import copy
 
+import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import numpy as np
 import torch
 from calcops.potentials.potential import forces_of_slots
@@ -19,8 +20,6 @@ from calcops.train.differences import differences
 from calcops.train.pairs import switch
 from calcops.train.weights import least_energies, save_npz, tensor
 from calcops.train.weights import net as net_of
-
-import calcops_jit  # noqa: F401 - brings torch.ops.calcops
 
 
 def load_npz(path, type_names=None, units="metal"):
@@ -34,10 +33,11 @@ def load_npz(path, type_names=None, units="metal"):
     emb{t}_idt{l}, fit{t}_idt{l} [out], optional: factors of the layer's activation
     emb{t}_res{l}, fit{t}_res{l}: 1 to add the layer's input; twice, if the width doubles
     emb{t}_act{l}, fit{t}_act{l}, optional: a name of kActivations; absent: tanh
-    table, grid, optional: of torch.ops.calcops.tabulated_sum, instead of the embedding nets. A
-        neighbour of type t has the kind t or, with T^2 kinds, T t + type of the centre
+    table, grid, optional: of torch.ops.calcops_models.tabulated_sum, instead of the embedding nets.
+        A neighbour of type t has the kind t or, with T^2 kinds, T t + type of the centre
     spline [T, T * functions, M], spline_grid [T, T, 2], optional: coefficients and grid of
-        torch.ops.calcops.environment_spline for each type of centre, instead of the embedding nets
+        torch.ops.calcops_models.environment_spline for each type of centre, instead of the
+        embedding nets
     spline_empty [T * T, 4 M], with `spline`: what an empty slot adds. Type t and centre c have the
         row T t + c
     davg, dstd [centre type, neighbour type, 4]; bias_atom_e [T]; sel [T]
@@ -311,12 +311,12 @@ class DeepPotential(torch.nn.Module):
         rows = kind
         if of_pairs:
             rows = torch.where(kind < 0, kind, ntypes * kind + types.unsqueeze(-1))
-        of_filled = torch.ops.calcops.tabulated_sum(R[..., 0], R, rows, table, grid)
+        of_filled = torch.ops.calcops_models.tabulated_sum(R[..., 0], R, rows, table, grid)
         # An empty slot's row for each pair of types, the neighbour's first.
         R0 = -(self.davg / self.dstd).transpose(0, 1).reshape(-1, 1, 4)
         pairs = torch.arange(ntypes * ntypes, device=kind.device).unsqueeze(-1)
         R0_rows = pairs if of_pairs else pairs // ntypes
-        empty = torch.ops.calcops.tabulated_sum(R0[..., 0], R0, R0_rows, table, grid)
+        empty = torch.ops.calcops_models.tabulated_sum(R0[..., 0], R0, R0_rows, table, grid)
         return of_filled + self.sums_of_empty(types, kind, empty.flatten(1))
 
     def sums_of_spline(self, types, kind, d, spline: torch.Tensor, grid: torch.Tensor):
@@ -326,7 +326,7 @@ class DeepPotential(torch.nn.Module):
         sums = d.new_zeros(d.shape[0], 4, self.width)
         for c in range(ntypes):
             atoms = (types == c).nonzero().squeeze(-1)
-            P = torch.ops.calcops.environment_spline(
+            P = torch.ops.calcops_models.environment_spline(
                 d.index_select(0, atoms),
                 kind.index_select(0, atoms),
                 self.davg[c],
@@ -336,7 +336,9 @@ class DeepPotential(torch.nn.Module):
                 self.rcut_smth,
                 self.cutoff,
             )
-            rows = torch.ops.calcops.matrix_product(P.reshape(-1, spline.shape[1]), spline[c])
+            rows = torch.ops.calcops_models.matrix_product(
+                P.reshape(-1, spline.shape[1]), spline[c]
+            )
             sums = sums.index_copy(0, atoms, rows.view(-1, 4, self.width))
         return sums
 

@@ -181,9 +181,9 @@ class TrainedNep(Nep):
         """Return the descriptors [n, dim] of atoms, before the scale of a nep.txt."""
         radial_table = self.radial_basis @ self.radial_coefficients()
         angular_table = self.angular_basis @ self.angular_coefficients()
-        radial = torch.ops.calcops.density(d, kind, radial_table, self.radial_grid, 1)
+        radial = torch.ops.calcops_models.density(d, kind, radial_table, self.radial_grid, 1)
         harmonics = (self.l_max + 1) ** 2
-        A = torch.ops.calcops.density(d, kind, angular_table, self.angular_grid, harmonics)
+        A = torch.ops.calcops_models.density(d, kind, angular_table, self.angular_grid, harmonics)
         return torch.cat([radial[0], self.invariants(A)], 1)
 
     def radial_coefficients(self):

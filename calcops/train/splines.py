@@ -1,4 +1,4 @@
-"""Splines of embedding nets, for torch.ops.calcops.environment_spline.
+"""Splines of embedding nets, for torch.ops.calcops_models.environment_spline.
 
     spline, message = of_model(model, tolerance, shortest)
 

@@ -1,4 +1,4 @@
-"""Tables of embedding nets, for torch.ops.calcops.tabulated_sum.
+"""Tables of embedding nets, for torch.ops.calcops_models.tabulated_sum.
 
     (table, grid), message = of_model(model, tolerance, shortest)
 

@@ -71,7 +71,7 @@ class Layer(torch.nn.Module):
         elif w.requires_grad or w.is_cuda:
             y = torch.nn.functional.linear(x, w.mT, b)
         else:  # a model that is not trained: twice as quick as PyTorch's linear on some CPUs
-            rows = torch.ops.calcops.matrix_product(x.reshape(-1, w.shape[0]), w)
+            rows = torch.ops.calcops_models.matrix_product(x.reshape(-1, w.shape[0]), w)
             y = rows.view(x.shape[:-1] + w.shape[1:]) + b
         if self.linear:
             return y

@@ -2,10 +2,10 @@
 // structs.
 #include "edge_force/edge_force.h"
 
+#include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
 #include "force_terms.h"
-#include "no_loops.h"
 
 namespace calcops::ops::edge_force {
 namespace {

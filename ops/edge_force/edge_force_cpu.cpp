@@ -1,4 +1,7 @@
 // CPU kernels of the edge force operators.
+#include <calcops/memory.h>
+#include <calcops/parallel.h>
+
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -6,8 +9,6 @@
 #include "edge_force/edge_force.h"
 #include "edge_force/edge_force_math.h"
 #include "either.h"
-#include "memory.h"
-#include "parallel.h"
 
 namespace calcops::ops::edge_force {
 namespace {

@@ -5,10 +5,10 @@
 // of four numbers for each atom hold both. For the force alone, V is 1 and a row is one number.
 #pragma once
 
+#include <calcops/numbers.h>
+
 #include <cstdint>
 #include <type_traits>
-
-#include "numbers.h"
 
 namespace calcops::ops::edge_force {
 

@@ -2,10 +2,10 @@
 // structs.
 #include "force/force.h"
 
+#include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
 #include "force_terms.h"
-#include "no_loops.h"
 
 namespace calcops::ops::force {
 namespace {

@@ -1,11 +1,12 @@
 // The CPU kernel of the gradients of force, virial and per-atom virial.
+#include <calcops/memory.h>
+#include <calcops/parallel.h>
+
 #include <algorithm>
 
 #include "force/force.h"
 #include "force/force_math.h"
 #include "force/force_slots.h"
-#include "memory.h"
-#include "parallel.h"
 
 namespace calcops::ops::force {
 namespace {

@@ -1,4 +1,7 @@
 // The CPU kernel of force, virial and per-atom virial.
+#include <calcops/memory.h>
+#include <calcops/parallel.h>
+
 #include <algorithm>
 #include <array>
 #include <type_traits>
@@ -8,8 +11,6 @@
 #include "force/force.h"
 #include "force/force_math.h"
 #include "force/force_slots.h"
-#include "memory.h"
-#include "parallel.h"
 
 namespace calcops::ops::force {
 namespace {

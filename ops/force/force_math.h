@@ -15,11 +15,11 @@
 // one of the four terms of the pair's g and e.
 #pragma once
 
+#include <calcops/numbers.h>
+
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-
-#include "numbers.h"
 
 namespace calcops::ops::force {
 

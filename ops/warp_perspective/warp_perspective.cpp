@@ -1,6 +1,7 @@
 // warp_perspective: its contracts, and the conversion of a call's views to the kernels' structs.
 #include "warp_perspective/warp_perspective.h"
 
+#include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
 #include <algorithm>
@@ -8,7 +9,6 @@
 #include <vector>
 
 #include "float16.h"
-#include "no_loops.h"
 #include "warp_perspective/warp_perspective_derivatives.h"
 
 template <>

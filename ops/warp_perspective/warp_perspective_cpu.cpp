@@ -1,5 +1,6 @@
 // CPU kernel of warp_perspective: the result.
-#include "memory.h"
+#include <calcops/memory.h>
+
 #include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops::ops::warp_perspective {

@@ -9,12 +9,13 @@
 #pragma GCC optimize("no-trapping-math")
 #endif
 
+#include <calcops/parallel.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "parallel.h"
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_math.h"
 

@@ -3,6 +3,7 @@ default, and the values of compositions."""
 
 from pathlib import Path
 
+import calcops.ops
 import pytest
 import torch
 from reference import opcheck
@@ -517,7 +518,7 @@ def test_vmap_over_no_items_gives_no_items(mine, name):
     if name == "matrix_product":
         x = torch.randn(0, 5, 4, **float64, requires_grad=True)
         weights = torch.randn(4, 3, **float64)
-        result = vmap(calcops_jit.matrix_product, (0, None))(x, weights)
+        result = vmap(calcops.ops.library.matrix_product, (0, None))(x, weights)
         assert result.shape == vmap(torch.mm, (0, None))(x, weights).shape == (0, 5, 3)
     elif name == "gather_rows":
         x = torch.randn(0, 5, 2, **float64, requires_grad=True)
@@ -584,7 +585,7 @@ def test_a_batched_argument_that_the_caller_expanded_has_a_gradient_for_each_ite
     upstream = torch.randn(3, 5, 2, **float64)
     actual, expected = (
         torch.autograd.grad(vmap(product)(x, weights), weights, upstream)
-        for product in (calcops_jit.matrix_product, torch.mm)
+        for product in (calcops.ops.library.matrix_product, torch.mm)
     )
     torch.testing.assert_close(actual, expected)
 

@@ -54,10 +54,10 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
     assert top == modules | {"calcops.dist-info"}
 
     packages = set()
-    for package in ("ase", "deepmd", "graph", "nep", "potentials", "train"):
-        for path in (HERE / "calcops" / package).iterdir():
-            if path.suffix in (".py", ".sw"):
-                packages.add(f"calcops/{package}/{path.name}")
+    for package in ("ase", "deepmd", "graph", "nep", "ops", "potentials", "train"):
+        for path in (HERE / "calcops" / package).rglob("*.*"):
+            if path.suffix in (".py", ".sw", ".h", ".cpp", ".cu"):
+                packages.add(str(path.relative_to(HERE)))
     assert {name for name in names if name.startswith("calcops/")} == packages
 
     sources = {
@@ -65,7 +65,7 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
         for path in (HERE / "ops").rglob("*")
         if path.suffix in (".h", ".cpp", ".cu")
     }
-    assert {name for name in names if "/ops/" in name} == sources
+    assert {name for name in names if name.startswith("_calcops_jit/ops/")} == sources
 
     expected = set()
     for path in (HERE / "_calcops_jit").rglob("*"):

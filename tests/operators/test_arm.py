@@ -14,7 +14,8 @@ from _calcops_jit.processor import MACHINE
 from _calcops_jit.request import BASE
 
 HERE = Path(__file__).resolve().parent
-OPS = HERE.parents[1] / "ops"
+ROOT = HERE.parents[1]
+LIBRARIES = ROOT / "ops", ROOT / "calcops" / "ops"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 FLAGS = [
     *BASE,
@@ -23,10 +24,12 @@ FLAGS = [
     "-Wextra",
     "-Werror",
     "-DCALCOPS_NO_CUDA",
-    f"-I{OPS}",
+    *(f"-I{library}" for library in LIBRARIES),
+    f"-I{ROOT / 'contracts' / 'include'}",
     f"-I{HERE / 'arm'}",
 ]
-OPERATORS = sorted({kernel.parent.name for kernel in OPS.glob("*/*_cpu.cpp")})
+KERNELS = sorted(kernel for library in LIBRARIES for kernel in library.glob("*/*_cpu.cpp"))
+OPERATORS = sorted({kernel.parent.name for kernel in KERNELS})
 # {build: (names for -mcpu, processors that QEMU emulates)}. The compiler gets the first name that
 # it knows.
 BUILDS = {
@@ -55,10 +58,10 @@ def compiled(compiler: list[str], operator: str, program: Path) -> Path:
     """Build and return the program that calls an operator's kernels."""
     driver = HERE / "arm" / f"{operator}.cpp"
     assert driver.exists(), (
-        f"ops/{operator} has a CPU kernel that nothing runs on ARM: "
+        f"{operator} has a CPU kernel that nothing runs on ARM: "
         f"write tests/operators/arm/{operator}.cpp"
     )
-    kernels = sorted((OPS / operator).glob("*_cpu.cpp"))
+    kernels = [kernel for kernel in KERNELS if kernel.parent.name == operator]
     subprocess.run([*compiler, *FLAGS, driver, *kernels, "-o", program], check=True)
     return program
 

@@ -29,7 +29,7 @@ def files():
     They are the tests of kernels. An operator without such tests has all its tests run.
     """
     paths = sorted(TESTS.parent.rglob("test_*_cuda_kernels.py"))
-    operators = {path.stem for path in rewrite.sources() if path.parent.parent.name == "ops"}
+    operators = {path.stem for path in rewrite.sources() if path.parents[1].name == "ops"}
     for operator in sorted(operators):
         if not list(TESTS.glob(f"test_{operator}*_cuda_kernels.py")):
             paths += sorted(TESTS.glob(f"test_{operator}*.py"))
@@ -67,7 +67,7 @@ class Emulation:
         with open(self.folder.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             update(self.folder, results / "new")
-            built = self.python("-c", "import calcops_jit; calcops_jit.library_path()")
+            built = self.python("-c", "import calcops.ops")
         assert built.returncode == 0, built.stdout
 
     def start(self, tests, fault):

@@ -1,8 +1,9 @@
-"""calcops::density against plain PyTorch: values, empty slots, pairs at and beyond the end of the
+"""density against plain PyTorch: values, empty slots, pairs at and beyond the end of the
 grid, distances below the grid, derivatives, transforms, errors."""
 
 import math
 
+import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import pytest
 import torch
 from fuzz import DTYPES, INDICES, check_calls
@@ -21,9 +22,7 @@ from reference import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import calcops_jit
-
-density = calcops_jit.density
+density = torch.ops.calcops_models.density
 HARMONICS = 1, 4, 9, 16, 25
 
 
@@ -326,7 +325,9 @@ def test_forward_and_reverse_mode_agree_in_every_mixture():
 def test_a_fourth_derivative_in_d_is_an_error_and_in_the_table_is_zero():
     d, kind, table, grid, harmonics = smooth_inputs()
     kinds = torch.zeros_like(kind)
-    message = "calcops::density: expected derivatives in `d` up to third order, got a higher one"
+    message = (
+        "calcops_models::density: expected derivatives in `d` up to third order, got a higher one"
+    )
     assert_a_fourth_derivative_is_an_error(
         lambda d: density(d, kinds, table * d.sum(), grid, harmonics), d, message
     )
@@ -342,7 +343,7 @@ def test_a_fourth_derivative_in_d_is_an_error_and_in_the_table_is_zero():
 # ---- vmap, torch.compile and torch.export, errors ------------------------------------------------
 
 
-ops = torch.ops.calcops
+ops = torch.ops.calcops_models
 NAMES = "d", "kind", "table", "grid", "harmonics"
 
 
@@ -449,7 +450,7 @@ def test_any_call_gives_the_references_results_or_names_an_argument(one_thread):
 def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
     with pytest.raises(RuntimeError) as error:
         density(**arguments_of() | changes)
-    assert "calcops::density: " in str(error.value), error.value
+    assert "calcops_models::density: " in str(error.value), error.value
     assert message in str(error.value), error.value
 
 

@@ -12,7 +12,7 @@ from kernels import alternating, same_bits
 from reference import assert_equal_lists
 from test_density import inputs
 
-ops = torch.ops.calcops
+ops = torch.ops.calcops_models
 # Atoms, slots, functions, harmonics and rows of the table.
 SIZES = [
     (0, 3, 5, 25, 6),

@@ -1,8 +1,9 @@
-"""calcops::environment_spline against plain PyTorch: values, derivatives up to third order, empty
+"""environment_spline against plain PyTorch: values, derivatives up to third order, empty
 slots, pairs beyond the cutoff, R[0] outside the grid, transforms, errors."""
 
 import math
 
+import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import pytest
 import torch
 from fuzz import DTYPES, INDICES, check_calls
@@ -17,9 +18,7 @@ from reference import (
     opcheck,
 )
 
-import calcops_jit
-
-environment_spline = calcops_jit.environment_spline
+environment_spline = torch.ops.calcops_models.environment_spline
 RCUT_SMTH, RCUT = 1.0, 6.0
 DEGREES = {"quintic": 5, "cubic": 3}
 
@@ -146,7 +145,7 @@ def test_derivatives_of_first_to_third_order_are_those_of_autograd(spline, funct
 
 def test_a_fourth_derivative_is_an_error_in_both_modes():
     d, *rest = smooth_inputs()
-    message = "calcops::environment_spline: expected derivatives in `d` up to third order, got a hi"
+    message = "calcops_models::environment_spline: expected derivatives in `d` up to third order, got a hi"
     assert_a_fourth_derivative_is_an_error(lambda d: environment_spline(d, *rest), d, message)
 
 
@@ -297,11 +296,13 @@ def test_hessians_under_vmap_equal_a_loop():
 def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     d, kind, *rest = inputs(n=11, K=7)
     d.requires_grad_()
-    opcheck(torch.ops.calcops.environment_spline.default, (d, kind, *rest))
+    opcheck(torch.ops.calcops_models.environment_spline.default, (d, kind, *rest))
     directions = torch.randn(11, 7, 2, 3, dtype=torch.float64, requires_grad=True)
-    opcheck(torch.ops.calcops._environment_spline_along.default, (d, kind, *rest, directions))
+    opcheck(
+        torch.ops.calcops_models._environment_spline_along.default, (d, kind, *rest, directions)
+    )
     upstream = torch.randn(11, 4, 3, 16, dtype=torch.float64, requires_grad=True)
-    backward = torch.ops.calcops._environment_spline_backward.default
+    backward = torch.ops.calcops_models._environment_spline_backward.default
     opcheck(backward, (upstream, d, kind, *rest, None))
     one = directions.detach()[:, :, :1].requires_grad_()  # opcheck differentiates once more
     opcheck(backward, (upstream, d, kind, *rest, one))
@@ -320,7 +321,7 @@ def test_more_than_three_directions_are_refused():
     directions = torch.zeros(5, 9, 4, 3, dtype=torch.float64)
     d, kind, *rest = inputs()
     with pytest.raises(RuntimeError, match="D < 4"):
-        torch.ops.calcops._environment_spline_along(d.double(), kind, *rest, directions)
+        torch.ops.calcops_models._environment_spline_along(d.double(), kind, *rest, directions)
 
 
 def arguments_of(**sizes):
@@ -356,7 +357,7 @@ def test_any_call_gives_the_references_results_or_names_an_argument(one_thread):
 def test_a_wrong_argument_is_an_error_that_names_it(changes, message):
     with pytest.raises(RuntimeError) as error:
         environment_spline(**arguments_of() | changes)
-    assert "calcops::environment_spline: " in str(error.value), error.value
+    assert "calcops_models::environment_spline: " in str(error.value), error.value
     assert message in str(error.value), error.value
 
 

@@ -11,7 +11,7 @@ from kernels import alternating, same_bits
 from reference import assert_equal_lists
 from test_environment_spline import inputs
 
-ops = torch.ops.calcops
+ops = torch.ops.calcops_models
 # Atoms, slots and functions of each of three kinds.
 SIZES = [(0, 3, 6), (3, 0, 6), (1, 1, 6), (2, 31, 16), (1, 32, 42), (3, 33, 43), (1, 65, 90)]
 

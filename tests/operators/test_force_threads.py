@@ -37,7 +37,7 @@ int main() {
 
 
 RACE = """
-#include "parallel.h"
+#include <calcops/parallel.h>
 int main() {
   int64_t sum = 0;
   calcops::parallel_for(8, 1, [&](int64_t begin, int64_t) { sum += begin; });
@@ -81,7 +81,7 @@ def test_the_thread_sanitizer_finds_a_race_that_is_there(tmp_path):
 LOOPS = """
 #include <stdexcept>
 #include <vector>
-#include "parallel.h"
+#include <calcops/parallel.h>
 #undef NDEBUG
 #include <cassert>
 #ifndef _OPENMP

@@ -7,10 +7,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import calcops.ops
 import pytest
 import torch
 from programs import ROOT, blocks, run
-from test_layout import name
+from test_layout import LIBRARIES, name
 from torch.utils import cpp_extension
 
 import calcops_jit
@@ -24,7 +25,7 @@ def test_every_unit_compiles_without_a_warning():
     """
     # With a larger heap, GCC collects garbage less often and compiles faster.
     flags = "-O0 -Wextra -Werror --param=ggc-min-heapsize=1048576"
-    run(sys.executable, "-m", "calcops_jit", "build", CALCOPS_CUDA="0", CALCOPS_CFLAGS=flags)
+    run(sys.executable, "-c", "import calcops.ops", CALCOPS_CUDA="0", CALCOPS_CFLAGS=flags)
 
 
 @pytest.mark.long
@@ -85,7 +86,8 @@ def test_generated_documentation_is_up_to_date(monkeypatch):
 def test_every_operator_is_documented():
     public = [getattr(calcops_jit, name) for name in calcops_jit.__all__]
     operators = [x for x in public if isinstance(x, torch._ops.OpOverloadPacket)]
-    assert operators
+    operators += calcops.ops.library.operators.values()
+    assert len(operators) > 10
     for operator in operators:
         schema, _, text = operator.__doc__.partition("\n\n")
         assert schema == str(operator.default._schema)
@@ -94,8 +96,9 @@ def test_every_operator_is_documented():
         assert not missing, f"{operator} says nothing about {missing}"
 
 
-def test_the_library_needs_no_python_and_finds_torch_by_its_rpath():
-    dynamic = run("readelf", "-d", calcops_jit.library_path()).stdout
+@pytest.mark.parametrize("library", [calcops_jit.library_path(), calcops.ops.library.path])
+def test_a_library_needs_no_python_and_finds_torch_by_its_rpath(library):
+    dynamic = run("readelf", "-d", library).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
     allowed = (
         r"lib(torch|torch_cpu|torch_cuda|c10|c10_cuda|cudart"
@@ -149,7 +152,7 @@ def test_a_cpp_host_calls_the_operators_through_the_generated_header(tmp_path):
 # ---- CUDA sources, without a GPU -----------------------------------------------------------------
 
 
-OPS = ROOT / "ops"
+CUDA_SOURCES = sorted(path for library in LIBRARIES for path in library.glob("*/*.cu"))
 NVCC = shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin") or shutil.which("nvcc")
 INTEGERS = {
     "unsigned",
@@ -162,7 +165,7 @@ INTEGERS = {
 }
 
 
-@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.name)
 def test_no_atomic_touches_a_float(source):
     text = re.sub(r"//.*", "", source.read_text())
     for alias, type in re.findall(r"using (\w+) = ([\w ]+);", text):
@@ -179,7 +182,7 @@ def test_no_atomic_touches_a_float(source):
 
 @pytest.mark.long  # a foreign program
 @pytest.mark.skipif(NVCC is None, reason="no nvcc in torch's CUDA_HOME or on PATH")
-@pytest.mark.parametrize("source", sorted(OPS.glob("*/*.cu")), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.name)
 def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
     """nvcc compiles here as C++17, the oldest standard that PyTorch uses.
 
@@ -188,7 +191,7 @@ def test_nvcc_makes_no_atomic_of_floats_and_gives_no_warning(tmp_path, source):
     ptx = tmp_path / "out.ptx"
     options = "-ptx -std=c++17 -arch=compute_80 -Werror all-warnings".split()
     # LD_PRELOAD holds a sanitizer in some runs of the tests; nvcc runs without it.
-    folders = ["-I", OPS, "-I", ROOT / "contracts/include"]
+    folders = ["-I", source.parents[1], "-I", ROOT / "contracts/include"]
     run(NVCC, *options, *folders, source, "-o", ptx, LD_PRELOAD="")
     atomics = re.findall(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S+)", ptx.read_text(), re.MULTILINE)
     assert not [name for name in atomics if re.search(r"\.b?f(16|32|64)", name)], set(atomics)

@@ -1,6 +1,7 @@
-"""calcops::matrix_product against torch.mm: values, derivatives, sizes around those of the tiles,
+"""matrix_product against torch.mm: values, derivatives, sizes around those of the tiles,
 transforms, errors."""
 
+import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import pytest
 import torch
 from fuzz import DTYPES, check_calls
@@ -11,9 +12,7 @@ from reference import (
     opcheck,
 )
 
-import calcops_jit
-
-matrix_product = calcops_jit.matrix_product
+matrix_product = torch.ops.calcops_models.matrix_product
 # Around multiples of the CPU kernel's tile.
 ROWS = 0, 1, 5, 6, 7, 47, 48, 49, 100
 COLUMNS = 0, 1, 7, 8, 9, 31, 32, 33, 64, 65, 100
@@ -71,7 +70,7 @@ def test_vmap_over_rows_and_over_weights_equals_a_loop():
 
 def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     leaves = [t.requires_grad_() for t in inputs()]
-    opcheck(torch.ops.calcops.matrix_product.default, leaves)
+    opcheck(torch.ops.calcops_models.matrix_product.default, leaves)
     sizes = {0: torch.export.Dim("N")}, None
     assert_compiles_and_exports(matrix_product, leaves, sizes, inputs(31, seed=1))
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import calcops.ops
 import pytest
 import reference
 import test_density
@@ -27,6 +28,7 @@ from reference_warp_perspective import DTYPES as PIXELS
 
 import calcops_jit
 
+models = calcops.ops.library
 FOLDER = Path(__file__).parent
 TYPES = tuple(zip(DTYPES, INDICES, strict=True))
 THREADS = itertools.cycle((1, 2, 2, 1))  # of the calls
@@ -64,26 +66,26 @@ def call_density():
                 n, K, F, harmonics, rows, dtype=dtype, index=index, kinds=kinds
             )
             leaves = d.requires_grad_(), kind, table.requires_grad_()
-            call(calcops_jit.density, *leaves, *rest, orders=3)
+            call(models.density, *leaves, *rest, orders=3)
 
 
 def call_environment_spline():
     for K, (dtype, index), functions in itertools.product(SIZES, TYPES, (6, 7, 8, 9, 16)):
         for spline in ("quintic", "cubic"):
             d, *rest = test_environment_spline.inputs(3, K, functions, spline, dtype, index)
-            call(calcops_jit.environment_spline, d.requires_grad_(), *rest, orders=3)
+            call(models.environment_spline, d.requires_grad_(), *rest, orders=3)
 
 
 def call_tabulated_sum():
     for M, (dtype, index), K in itertools.product(SIZES, TYPES, (1, 2, 9)):
         x, R, *rest = test_tabulated_sum.inputs(3, K, M, dtype, index=index)
-        call(calcops_jit.tabulated_sum, x.requires_grad_(), R.requires_grad_(), *rest, orders=2)
+        call(models.tabulated_sum, x.requires_grad_(), R.requires_grad_(), *rest, orders=2)
 
 
 def call_matrix_product():
     for M, dtype, rows, K in itertools.product(SIZES, DTYPES, (1, 5, 6, 7, 49), (1, 3, 8)):
         x = torch.ones(rows, K, dtype=dtype)
-        call(calcops_jit.matrix_product, x, torch.ones(K, M, dtype=dtype), orders=0)
+        call(models.matrix_product, x, torch.ones(K, M, dtype=dtype), orders=0)
 
 
 def call_force():

@@ -1,8 +1,9 @@
-"""calcops::tabulated_sum against plain PyTorch: values, derivatives of every order, empty slots, x
+"""tabulated_sum against plain PyTorch: values, derivatives of every order, empty slots, x
 outside the grid, transforms, errors."""
 
 import math
 
+import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import pytest
 import torch
 from fuzz import DTYPES, INDICES, check_calls
@@ -15,9 +16,7 @@ from reference import (
     opcheck,
 )
 
-import calcops_jit
-
-tabulated_sum = calcops_jit.tabulated_sum
+tabulated_sum = torch.ops.calcops_models.tabulated_sum
 # Kind 0 has cells of width 0.5 from 0 to 2, and of width 1 from there to 5. Kind 1 has cells of
 # width 0.25 from -1 to 0.5 alone.
 GRID = torch.tensor([[0.0, 0.5, 2.0, 1.0, 5.0], [-1.0, 0.25, 0.5, 1.0, 0.5]], dtype=torch.float64)
@@ -215,9 +214,9 @@ def test_jacobians_of_both_modes_agree():
 def test_opcheck_compile_and_export_pass_with_dynamic_sizes():
     x, R, kind, table, grid = inputs(n=11, K=8)
     leaves = x.requires_grad_(), R.requires_grad_()
-    opcheck(torch.ops.calcops.tabulated_sum.default, (*leaves, kind, table, grid))
+    opcheck(torch.ops.calcops_models.tabulated_sum.default, (*leaves, kind, table, grid))
     upstream = torch.randn(11, 4, 33, dtype=torch.float64)
-    backward = torch.ops.calcops._tabulated_sum_backward.default
+    backward = torch.ops.calcops_models._tabulated_sum_backward.default
     opcheck(backward, (upstream, *leaves, kind, table, grid, 0, [True, True]))
     slots = {0: torch.export.Dim("n"), 1: torch.export.Dim("K")}
     sizes = slots, slots, slots, None, None
@@ -269,7 +268,7 @@ def test_an_infinite_x_is_far_on_the_straight_line():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_table_without_cells_is_an_error(device):
     x, R, kind, table, grid = (t.to(device) for t in inputs())
-    message = "calcops::tabulated_sum: expected `table` with cells >= 1, got"
+    message = "calcops_models::tabulated_sum: expected `table` with cells >= 1, got"
     with pytest.raises(RuntimeError, match=message):
         tabulated_sum(x, R, kind, table[:, :0], grid)
 

@@ -11,7 +11,7 @@ from kernels import alternating, same_bits
 from reference import assert_equal_lists
 from test_tabulated_sum import inputs
 
-ops = torch.ops.calcops
+ops = torch.ops.calcops_models
 # (n, K, M)
 SIZES = [
     (0, 3, 5),

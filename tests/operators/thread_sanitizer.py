@@ -1,7 +1,7 @@
 """Run a CPU kernel under ThreadSanitizer.
 
 The program runs without PyTorch. PyTorch's OpenMP is not instrumented and gives many false reports.
-So a replacement of ops/parallel.h starts threads with std::thread.
+So a replacement of <calcops/parallel.h> starts threads with std::thread.
 """
 
 import os
@@ -48,7 +48,8 @@ int64_t parallel_first(int64_t count, int64_t grain, const F& f) {
 
 def run(folder, program, *kernels):
     """Build and run `program` with kernel files under ops/. Fail if there is a data race."""
-    (folder / "parallel.h").write_text(PARALLEL)
+    (folder / "calcops").mkdir()
+    (folder / "calcops" / "parallel.h").write_text(PARALLEL)
     (folder / "main.cpp").write_text(program)
     flags = [
         "-std=c++17",

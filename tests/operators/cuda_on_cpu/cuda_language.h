@@ -31,7 +31,7 @@ struct alignas(16) ulonglong2 {
   unsigned long long x, y;
 };
 
-namespace cuda_on_cpu {
+namespace [[gnu::visibility("default")]] cuda_on_cpu {
 
 // Prints an error with the kernel, block and thread that made it, and ends the process.
 [[noreturn]] void fail(const char* what);
@@ -81,8 +81,8 @@ void* shared_memory(const void* variable, size_t bytes);
 
 }  // namespace cuda_on_cpu
 
-extern uint3 threadIdx, blockIdx;
-extern dim3 blockDim, gridDim;
+[[gnu::visibility("default")]] extern uint3 threadIdx, blockIdx;
+[[gnu::visibility("default")]] extern dim3 blockDim, gridDim;
 
 inline void __syncthreads() { cuda_on_cpu::meet(cuda_on_cpu::Meeting::kBlock); }
 inline int __syncthreads_or(int p) { return cuda_on_cpu::count_in_block(p) > 0; }

@@ -15,7 +15,8 @@ struct dim3 {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-namespace cuda_on_cpu {
+// The emulator is in the library of the core, and the kernels of others call it.
+namespace [[gnu::visibility("default")]] cuda_on_cpu {
 
 cudaStream_t current_stream();
 void check_stream(cudaStream_t stream);

@@ -13,11 +13,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+LIBRARIES = "ops", "calcops/ops"
+_ENDINGS = ".h", ".cpp", ".cu", ".py"
 
 
 def sources():
     """Return the CUDA sources of the operators and the examples that have a kernel."""
-    paths = sorted([*ROOT.glob("ops/*/*.cu"), *ROOT.glob("examples/*/*.cu")])
+    folders = *LIBRARIES, "examples"
+    paths = sorted(path for folder in folders for path in ROOT.glob(f"{folder}/*/*.cu"))
     return [path for path in paths if kernels(path.read_text())]
 
 
@@ -33,6 +36,11 @@ def barriers():
             yield path, text.count("\n", 0, match.start()) + 1
 
 
+# The models' kernels call the emulator, which is in the core's library.
+_WITH_EMULATOR = """import ctypes
+import calcops_jit
+ctypes.CDLL(calcops_jit.library_path(), ctypes.RTLD_GLOBAL)
+"""
 FIRST_BARRIER = 1  # number of the fault that leaves out the first barrier
 _BARRIER = re.compile(r"__sync(?:threads|warp)\(\);")
 _KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(")
@@ -95,24 +103,33 @@ def host(text):
     return text
 
 
-def write_checkout(folder):
-    """Copy the project into `folder`, with its CUDA sources rewritten.
+def library_texts():
+    """Return {path: text} of the libraries' files and of the examples' CUDA sources.
 
     Each barrier has a number, and is left out in a run for the fault of this number: see
     barriers().
     """
-    folder = Path(folder)
-    shutil.copytree(
-        ROOT / "_calcops_jit", folder / "_calcops_jit", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    shutil.copy(ROOT / "calcops_jit.py", folder)
-    paths = [*ROOT.glob("ops/*/*"), *ROOT.glob("ops/*.*"), *sources()]
-    texts = {path: path.read_text() for path in paths if path.is_file()}
+    paths = sources()
+    for library in LIBRARIES:
+        paths += [*ROOT.glob(f"{library}/*.*"), *ROOT.glob(f"{library}/*/*.*")]
+    texts = {path: path.read_text() for path in paths if path.suffix in _ENDINGS}
     number = itertools.count(FIRST_BARRIER)
     for path in sources():
         texts[path] = _BARRIER.sub(
             lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path]
         )
+    models = ROOT / "calcops" / "ops" / "__init__.py"
+    texts[models] = texts[models].replace("import calcops_jit\n", _WITH_EMULATOR)
+    return texts
+
+
+def write_checkout(folder):
+    """Copy the project into `folder`, with its CUDA sources rewritten."""
+    folder = Path(folder)
+    shutil.copytree(
+        ROOT / "_calcops_jit", folder / "_calcops_jit", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copy(ROOT / "calcops_jit.py", folder)
     contracts = folder / "contracts"
     shutil.copytree(ROOT / "contracts", contracts)
     runtime = contracts / "runtime"
@@ -123,23 +140,22 @@ def write_checkout(folder):
         raise ValueError(f"cuda_on_cpu: checked.h does not have {stream!r} once")
     for path in [*runtime.iterdir(), *headers.glob("calcops/*.h")]:
         path.write_text(host(path.read_text().replace(stream, of_emulation)))
-    ops = folder / "ops"
-    shutil.copytree(
-        HERE,
-        ops / "cuda_on_cpu",
-        ignore=shutil.ignore_patterns("*.py", "*.md", "*.h", "c10", "__pycache__"),
-    )
-    shutil.copytree(HERE / "c10", ops / "c10")
+    shutil.copytree(HERE / "c10", headers / "c10")
     for path in HERE.glob("*.h"):
-        shutil.copy(path, ops)
         shutil.copy(path, headers)
-    for path, text in texts.items():
-        parent = ops if path.parent == ROOT / "ops" else ops / path.parent.name
-        parent.mkdir(exist_ok=True)
-        if path.suffix != ".cu":
-            (parent / path.name).write_text(host(text))
+    for path, text in library_texts().items():
+        place = folder / path.relative_to(ROOT)
+        if place.parts[-3] == "examples":  # a part of the core's library in this checkout
+            place = folder / "ops" / path.parent.name / path.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".py":
+            place.write_text(text)
+        elif path.suffix != ".cu":
+            place.write_text(host(text))
         elif path in sources():
-            (parent / f"{path.stem}_cuda.cpp").write_text(emulated(text))
+            place.with_name(f"{path.stem}_cuda.cpp").write_text(emulated(text))
+    (folder / "ops" / "cuda_on_cpu").mkdir()
+    shutil.copy(HERE / "emulator.cpp", folder / "ops" / "cuda_on_cpu")
 
 
 if __name__ == "__main__":

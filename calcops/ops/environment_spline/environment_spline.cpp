@@ -2,6 +2,7 @@
 // kernels' structs.
 #include "environment_spline/environment_spline.h"
 
+#include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
 #include "directions.h"
@@ -11,7 +12,7 @@ namespace {
 
 // ---- derivatives: see directions.h --------------------------------------------------------------
 
-constexpr char kName[] = "calcops::environment_spline";
+constexpr char kName[] = "calcops_models::environment_spline";
 enum Argument {
   kD,
   kKind,

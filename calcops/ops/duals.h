@@ -2,7 +2,7 @@
 // vectors.
 #pragma once
 
-#include "numbers.h"
+#include <calcops/numbers.h>
 
 namespace calcops {
 

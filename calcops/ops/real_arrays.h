@@ -2,10 +2,10 @@
 // time, so that a kernel is compiled once and not for each type.
 #pragma once
 
+#include <calcops/numbers.h>
+
 #include <algorithm>
 #include <cstdint>
-
-#include "numbers.h"
 
 namespace calcops {
 

@@ -2,6 +2,7 @@
 // structs.
 #include "density/density.h"
 
+#include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
 #include "directions.h"
@@ -14,7 +15,7 @@ namespace {
 // The sums A(d, C; v_1 ... v_D) are linear in the table C, too. A third operator computes
 // grad_C <grad, A>: _density_table_backward.
 
-constexpr char kName[] = "calcops::density";
+constexpr char kName[] = "calcops_models::density";
 enum Argument { kD, kKind, kTable, kGrid, kHarmonics, kDirections };
 
 // A and its gradients, with the arguments of a call but another table and other directions.

@@ -1,7 +1,7 @@
 // Uniform B-splines, shared by the operators that tabulate functions.
 #pragma once
 
-#include "numbers.h"
+#include <calcops/numbers.h>
 
 namespace calcops {
 

@@ -1,13 +1,14 @@
 // CPU kernels of environment_spline. They collect the pairs of an atom, compute their numbers for
 // vectors of pairs, and then add one pair after the other.
+#include <calcops/memory.h>
+#include <calcops/parallel.h>
+
 #include <algorithm>
 #include <limits>
 #include <type_traits>
 
 #include "environment_spline/environment_spline.h"
 #include "environment_spline/environment_spline_math.h"
-#include "memory.h"
-#include "parallel.h"
 #include "real_arrays.h"
 
 namespace calcops::ops::environment_spline {

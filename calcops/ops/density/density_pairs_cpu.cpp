@@ -137,7 +137,7 @@ Call::Call(const DensityInputs<void, void>& in, Find find_, bool is_float32_)
   for (int64_t k = 0; k < kinds; ++k) {
     const double first = in.grid[2 * k], last = in.grid[2 * k + 1];
     if (!(first >= 0 && last > first && last < INFINITY))
-      throw std::runtime_error("calcops::density: expected `grid` 0 <= first < last, got " +
+      throw std::runtime_error("calcops_models::density: expected `grid` 0 <= first < last, got " +
                                std::to_string(first) + " and " + std::to_string(last) +
                                " of kind " + std::to_string(k));
     square_of_cutoff.get()[k + 1] = last * last;

@@ -2,10 +2,10 @@
 // the CUDA kernels.
 #pragma once
 
+#include <calcops/numbers.h>
+
 #include <cmath>
 #include <cstdint>
-
-#include "numbers.h"
 
 namespace calcops::ops::tabulated_sum {
 

@@ -1,10 +1,11 @@
 // CPU kernel of matrix_product. It computes tiles of the result, whose sums stay in registers.
+#include <calcops/memory.h>
+#include <calcops/parallel.h>
+
 #include <algorithm>
 #include <cstring>
 
 #include "matrix_product/matrix_product.h"
-#include "memory.h"
-#include "parallel.h"
 
 namespace calcops::ops::matrix_product {
 namespace {

@@ -2,14 +2,15 @@
 // B-splines and splines.
 #pragma once
 
+#include <calcops/memory.h>
+#include <calcops/parallel.h>
+
 #include <algorithm>
 #include <type_traits>
 #include <utility>
 
 #include "density/density.h"
 #include "density/density_math.h"
-#include "memory.h"
-#include "parallel.h"
 #include "real_arrays.h"
 
 namespace calcops::ops::density {

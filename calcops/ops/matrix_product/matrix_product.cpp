@@ -2,6 +2,7 @@
 // kernels' structs.
 #include "matrix_product/matrix_product.h"
 
+#include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
 namespace calcops::ops::matrix_product {

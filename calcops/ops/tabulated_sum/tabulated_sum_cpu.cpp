@@ -1,10 +1,11 @@
 // CPU kernels of tabulated_sum. They collect the pairs of an atom, then go through the functions in
 // blocks of one vector. The coefficients of a pair are read once, in the order of the memory.
+#include <calcops/memory.h>
+#include <calcops/parallel.h>
+
 #include <algorithm>
 #include <cstring>
 
-#include "memory.h"
-#include "parallel.h"
 #include "tabulated_sum/tabulated_sum.h"
 #include "tabulated_sum/tabulated_sum_math.h"
 

@@ -2,6 +2,7 @@
 // kernels' structs.
 #include "tabulated_sum/tabulated_sum.h"
 
+#include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
 namespace calcops::ops::tabulated_sum {
