@@ -1,5 +1,6 @@
-# find_package(calcops) gives the target calcops::calcops, PyTorch's libraries and headers included. It does not use
-# PyTorch's own package, which fails where a CUDA build of PyTorch meets no CUDA toolkit.
+# find_package(calcops) gives the target calcops::calcops, PyTorch's libraries and headers included, and one for each
+# other exported library, such as calcops::calcops_models. It does not use PyTorch's own package, which fails where a CUDA
+# build of PyTorch meets no CUDA toolkit.
 #
 #   calcops_TORCH   PyTorch's folder, the one that holds version.py; default: where it was at the export, else python3's
 cmake_minimum_required(VERSION 3.18)
@@ -33,3 +34,12 @@ if(NOT TARGET calcops::calcops)
   target_link_libraries(calcops::calcops INTERFACE
     "-Wl,--push-state,--no-as-needed @libraries@ -lcalcops -Wl,--pop-state")
 endif()
+file(GLOB _calcops_libraries RELATIVE "${_calcops_prefix}/lib" "${_calcops_prefix}/lib/lib*.so")
+foreach(_calcops_library ${_calcops_libraries})
+  string(REGEX REPLACE "^lib(.*)\\.so$" "\\1" _calcops_library "${_calcops_library}")
+  if(NOT TARGET calcops::${_calcops_library})
+    add_library(calcops::${_calcops_library} INTERFACE IMPORTED)
+    target_link_libraries(calcops::${_calcops_library} INTERFACE calcops::calcops
+      "-Wl,--push-state,--no-as-needed -l${_calcops_library} -Wl,--pop-state")
+  endif()
+endforeach()

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 #include "model.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/serialization/import.h>
 
 #include <cmath>
 #include <memory>
+#include <regex>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 
@@ -30,13 +34,45 @@ std::vector<Number> numbers_of(const std::string& text) {
 
 int number_of_layers(const std::string& layers) { return layers.empty() ? 1 : std::stoi(layers); }
 
+// Throw if an operator that a model calls is in none of the libraries of this process.
+void check_operators(const std::string& operators) {
+  std::set<std::string> registered;
+  for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames())
+    registered.insert(each.name);
+  std::istringstream names(operators);
+  for (std::string name; names >> name;)
+    if (!registered.count(name))
+      throw std::invalid_argument(
+          "expected a model that calls operators of calcops_jit and calcops.ops, got one that "
+          "calls " +
+          name);
+}
+
+// The sentence for a model that an earlier version saved, whose operators had other names; "" if
+// the error that it causes is another one.
+std::string moved_operator(const std::string& error) {
+  static const std::regex moved(
+      "\\bcalcops::(density|environment_spline|tabulated_sum|matrix_product)\\b");
+  std::smatch name;
+  if (!std::regex_search(error, name, moved)) return "";
+  return "the model calls " + name.str(0) + ", which has become calcops_models::" + name.str(1) +
+         " of calcops.ops: save it again";
+}
+
 }  // namespace
 
 Model::Model(const std::string& file, at::Device gpu, size_t threads) {
   const bool package = ends_with(file, ".pt2");
   if (!package && !ends_with(file, ".pt"))
     throw std::invalid_argument("expected a file that ends in .pt2 or .pt");
-  Metadata about = package ? load_package(file, gpu, threads) : load_archive(file, gpu);
+  Metadata about;
+  try {
+    about = package ? load_package(file, gpu, threads) : load_archive(file, gpu);
+  } catch (const std::exception& error) {
+    const std::string moved = moved_operator(error.what());
+    if (!moved.empty()) throw std::invalid_argument(moved);
+    throw;
+  }
   for (const char* key : {"cutoff", "units", "type_names", "dtype"})
     if (about[key].empty())
       throw std::invalid_argument(std::string("expected the metadata ") + key + ", got none");
@@ -69,6 +105,7 @@ Model::Metadata Model::load_package(const std::string& file, at::Device gpu, siz
     device = gpu;
     threads = 1;
   }
+  check_operators(about["operators"]);
   const auto loader =
       std::make_shared<AOTIModelPackageLoader>(file, "model", false, threads, device.index());
   takes_order = takes_edge_order(about["inputs"]);
@@ -83,11 +120,16 @@ Model::Metadata Model::load_package(const std::string& file, at::Device gpu, siz
 
 Model::Metadata Model::load_archive(const std::string& file, at::Device gpu) {
   Metadata about;
-  for (const char* key : {"cutoff", "units", "type_names", "dtype", "inputs", "neighbors", "layers",
-                          "block_slots", "sel", "shortest"})
-    about[key] = "";
+  caffe2::serialize::PyTorchStreamReader reader(file);
+  const std::string folder = "extra/";
+  for (const std::string& record : reader.getAllRecords()) {
+    if (record.compare(0, folder.size(), folder)) continue;
+    const auto [data, size] = reader.getRecord(record);
+    about[record.substr(folder.size())] = std::string(static_cast<const char*>(data.get()), size);
+  }
+  check_operators(about["operators"]);
   device = gpu;
-  const auto archive = torch::jit::load(file, device, about);
+  const auto archive = torch::jit::load(file, device);
   takes_order = device.is_cuda() && takes_edge_order(about["inputs"]);
   layers = number_of_layers(about["layers"]);
   run_ = [archive, order = takes_order, owned = layers > 1](const std::vector<at::Tensor>& inputs) {

@@ -8,9 +8,10 @@
 `module` is any module that gives energies. With layers=3 it passes messages three times. load()
 returns model(types, list_neigh, Rij, nghost) with cutoff, units and type_names.
 
-A package is AOTInductor's, an archive TorchScript's. A program has to load the operator library,
-calcops_jit.library_path(), before either. Both hold these strings, a package as its metadata, an
-archive as extra files:
+A package is AOTInductor's, an archive TorchScript's. A program has to load the libraries of the
+operators that the file calls before either: calcops_jit.library_path() for calcops::, and
+calcops.ops.library.path for calcops_models::. Both hold these strings, a package as its metadata,
+an archive as extra files:
 
     cutoff, units, dtype, device
     type_names    with spaces between
@@ -20,6 +21,7 @@ archive as extra files:
     shortest      the shortest pair of each two types in training, row by row, where it is known
     block_slots   the number of pairs in a call whose intermediate results fit the cache
     inputs        the arguments, in their order
+    operators     the operators that it calls and that are none of PyTorch's own
 
 A package takes tensors only. The length of types [n + nghost] gives the number of ghosts.
 """
@@ -28,6 +30,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -48,6 +51,9 @@ from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import calcops_jit
+
+# Operators that older files call.
+kMoved = r"\bcalcops::(density|environment_spline|tabulated_sum|matrix_product)\b"
 
 
 def save(model, path, dtype=torch.float64, device="cpu", edge_order=None, **about_energies):
@@ -120,11 +126,16 @@ def write(model, path, dtype, device, arguments):
     about = metadata_of(model, dtype, device, arguments)
     if path.suffix == ".pt":
         with quietly():
-            torch.jit.save(scripted(model), path, _extra_files=about)
+            archive = scripted(model)
+            about["operators"] = own_names(torch.jit.export_opnames(archive))
+            torch.jit.save(archive, path, _extra_files=about)
         return
+    program = export(model, dtype, device, arguments)
+    targets = [node.target for node in program.graph.nodes]
+    calls = [target for target in targets if isinstance(target, torch._ops.OpOverload)]
+    about["operators"] = own_names(call.name() for call in calls)
     # The number of threads is that of the host, not of the machine that made the package.
     configs = {"aot_inductor.metadata": about, "cpp.dynamic_threads": True}
-    program = export(model, dtype, device, arguments)
     with quietly():
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=configs
@@ -183,6 +194,12 @@ def metadata_of(model, dtype, device, arguments):
     if getattr(model, "shortest", None) is not None:
         about["shortest"] = " ".join(f"{r:.9g}" for r in model.shortest.flatten().tolist())
     return {key: str(value) for key, value in about.items()}
+
+
+def own_names(operators):
+    """Return the names, without overloads, of operators that are none of PyTorch's."""
+    names = {operator.partition(".")[0] for operator in operators}
+    return " ".join(sorted(name for name in names if not name.startswith(("aten::", "prim"))))
 
 
 @contextlib.contextmanager
@@ -257,9 +274,54 @@ def load(path, device="cpu"):
         device: of an archive. A package is bound to its own.
 
     Raises:
-        ValueError: save() did not write the file.
+        ValueError: save() did not write the file, or an operator that it calls is not loaded.
     """
     return Package(Path(path).absolute(), device)
+
+
+@contextlib.contextmanager
+def refusals(path):
+    """Turn an error of opening a file, of many types, into a ValueError of one sentence."""
+    try:
+        yield
+    except Exception as error:
+        moved = re.search(kMoved, str(error))
+        if moved:
+            raise ValueError(
+                f"{path} calls {moved[0]}, which has become calcops_models::{moved[1]} of "
+                "calcops.ops: save the model again"
+            ) from error
+        raise ValueError(
+            f"expected a model that save() wrote, got {path}, "
+            f"perhaps a checkpoint of torch.save: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def metadata_in(path):
+    """Return the strings that a file holds beside the model. Its operators need not be loaded."""
+    if path.suffix == ".pt2":
+        loader = torch._C._aoti.AOTIModelPackageLoader
+        return loader.load_metadata_from_package(str(path), "model")
+    archive = torch._C.PyTorchFileReader(str(path))
+    records = [name for name in archive.get_all_records() if name.startswith("extra/")]
+    return {name[6:]: archive.get_record(name).decode() for name in records}
+
+
+def load_operators(names, path):
+    """Load the operators of calcops.ops, if a file calls them, and check that the others are there.
+
+    Raises:
+        ValueError: an operator is not there.
+    """
+    if "calcops_models::" in names:
+        import calcops.ops  # noqa: F401 - compiles for a minute at its first import
+    for name in names.split():
+        namespace, _, operator = name.partition("::")
+        if not hasattr(getattr(torch.ops, namespace), operator):
+            raise ValueError(
+                f"expected the operator {name}, which {path} calls, to be loaded: "
+                "load its library first"
+            )
 
 
 class Package:
@@ -274,16 +336,13 @@ class Package:
 
     def __init__(self, path, device):
         self.path = path
-        try:
-            with quietly():
-                about = self.opened(path, device)
+        with refusals(path):
+            about = metadata_in(path)
             if not about.get("cutoff"):
                 raise ValueError("it has no cutoff")
-        except Exception as error:  # of both formats
-            raise ValueError(
-                f"expected a model that save() wrote, got {path}, "
-                f"perhaps a checkpoint of torch.save: {str(error).partition(chr(10))[0]}"
-            ) from error
+        load_operators(about.get("operators", ""), path)
+        with refusals(path), quietly():
+            self.open(device)
         self.cutoff = float(about["cutoff"])
         self.units = about["units"]
         self.type_names = about["type_names"].split()
@@ -292,24 +351,19 @@ class Package:
         self.neighbors = int(about.get("neighbors") or 0)
         self.block_slots = int(about.get("block_slots") or kBlockSlots)
         self.inputs = about["inputs"].split()
+        self.device = about["device"] if path.suffix == ".pt2" else str(device)
         if about.get("sel"):
             self.sel = [int(count) for count in about["sel"].split()]
         if about.get("shortest"):
             lengths = torch.tensor(list(map(float, about["shortest"].split())), dtype=torch.float64)
             self.shortest = lengths.view(len(self.type_names), -1)
 
-    def opened(self, path, device):
-        """Open the file, and return the strings that it holds beside the model."""
-        if path.suffix == ".pt2":
-            self.run = torch._inductor.aoti_load_package(str(path))
-            about = self.run.loader.get_metadata()
-            self.device = about["device"]
-            return about
-        names = "cutoff units type_names layers neighbors sel shortest block_slots dtype inputs"
-        about = dict.fromkeys(names.split(), "")  # torch.jit.load replaces the values
-        self.run = torch.jit.load(path, device, _extra_files=about)
-        self.device = str(device)
-        return {key: value if value == "" else value.decode() for key, value in about.items()}
+    def open(self, device):
+        """Open the file."""
+        if self.path.suffix == ".pt2":
+            self.run = torch._inductor.aoti_load_package(str(self.path))
+        else:
+            self.run = torch.jit.load(self.path, device)
 
     def __call__(self, types, list_neigh, Rij, nghost=0, **options):
         """Return the results of potential.py's `forward`, whose arguments these are.

@@ -19,6 +19,7 @@ int main() {  // An atom and its ghost. The force is +-2 along each axis: 4 term
   const at::Tensor dE = at::ones({1, 1, 1, 4});
   const at::Tensor Ri_d = at::full({1, 1, 4, 3}, 0.5);
   const at::Tensor force = calcops::force(list_neigh, dE, Ri_d, 1);
+  c10::Dispatcher::singleton().findSchemaOrThrow("calcops_models::density", "");
   std::printf("%g %g\\n", force.min().item<float>(), force.max().item<float>());
 }
 """
@@ -30,7 +31,8 @@ COMMON_ISA = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}[os.uname().machine]
 def folder(tmp_path_factory):
     """Return an exported folder. It was moved after the export."""
     exported = tmp_path_factory.mktemp("export") / "exported"
-    command = [sys.executable, "-m", "calcops_jit", "export", exported]
+    subprocess.run([sys.executable, "-c", "import calcops.ops"], cwd=HERE, check=True)
+    command = [sys.executable, "-m", "calcops_jit", "export", exported, "calcops_models"]
     subprocess.run(command, cwd=HERE, check=True, stdout=subprocess.PIPE)
     return exported.rename(exported.parent / "moved")
 
@@ -41,6 +43,7 @@ def test_export_writes_library_header_and_files_for_cmake_and_pkg_config(folder)
         "include/calcops.h",
         "lib/cmake/calcops/calcops-config.cmake",
         "lib/libcalcops.so",
+        "lib/libcalcops_models.so",
         "lib/pkgconfig/calcops.pc",
     }
 
@@ -49,15 +52,18 @@ def test_torch_loads_the_exported_library_without_loader_and_compiler(folder):
     script = """
 import torch
 torch.ops.load_library('lib/libcalcops.so')
+torch.ops.load_library('lib/libcalcops_models.so')
 list_neigh = torch.ones(1, 1, 1, dtype=int)
 dE = torch.ones(1, 1, 1, 4)
 Ri_d = torch.full((1, 1, 4, 3), 0.5)
 print(torch.ops.calcops.force(list_neigh, dE, Ri_d, 1).tolist())
+print(torch.ops.calcops_models.matrix_product(dE[0, 0], dE[0, 0].mT).tolist())
 """
     command = [sys.executable, "-c", script]
     environment = {"PATH": "/nowhere", "HOME": "/nowhere"}
     child = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert child.stdout == "[[[-2.0, -2.0, -2.0], [2.0, 2.0, 2.0]]]\n", child.stderr
+    force = "[[[-2.0, -2.0, -2.0], [2.0, 2.0, 2.0]]]"
+    assert child.stdout == f"{force}\n[[4.0]]\n", child.stderr
 
 
 # ---- a C++ program -------------------------------------------------------------------------------
@@ -72,7 +78,7 @@ def test_cmake_builds_a_cpp_host_without_the_cmake_package_of_torch(folder, tmp_
         "project(host CXX)\n"
         "find_package(calcops REQUIRED)\n"
         "add_executable(host host.cpp)\n"
-        "target_link_libraries(host PRIVATE calcops::calcops)\n"
+        "target_link_libraries(host PRIVATE calcops::calcops_models)\n"
     )
     prefix = f"-DCMAKE_PREFIX_PATH={folder}"
     configure = ["cmake", "-S", ".", "-B", "build", prefix]

@@ -63,6 +63,8 @@ class Limited(LennardJones):
 def write_wrong_models(folder):
     save(Limited(), folder / "limited.pt")
     torch.jit.save(torch.jit.script(torch.nn.Identity()), folder / "strange.pt")
+    about = {"operators": "calcops::edge_force my_ops::f"}
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), folder / "other.pt", _extra_files=about)
     (folder / "broken.pt2").write_bytes(b"PK")
     with (
         zipfile.ZipFile(folder / "cut.pt2") as source,
@@ -274,6 +276,7 @@ REFUSED = {
     "absent.pt2": "absent.pt2: cannot be read",
     "in.test": "ends in .pt2 or .pt",
     "strange.pt": "expected the metadata cutoff, got none",
+    "other.pt": "operators of calcops_jit and calcops.ops, got one that calls my_ops::f",
     "broken.pt2": "broken.pt2: ",
     "": "expected a model's file, got none",
 }
