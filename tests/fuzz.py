@@ -87,7 +87,9 @@ def results_of(operator, arguments, may_fail):
     except RuntimeError as error:
         assert may_fail, error
         line = str(error).splitlines()[0]
-        argument = re.match(r"(?:calcops|CalcOps)::_?\w+: expected `(\w+)` .*, got ", line)
+        argument = re.match(
+            r"(?:calcops|CalcOps|calcops_models)::_?\w+: expected `(\w+)` .*, got ", line
+        )
         shapes = {key: getattr(value, "shape", value) for key, value in arguments.items()}
         assert argument, f"{line}\n{shapes}"
         names = [argument.name for argument in operator.default._schema.arguments]

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = ROOT / "ops", ROOT / "calcops" / "ops"  # the folders of the operators' folders
 
 
 def run(*command, cwd=None, fails=False, **variables):

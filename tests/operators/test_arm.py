@@ -9,13 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from programs import LIBRARIES, ROOT
 
 from _calcops_jit.processor import MACHINE
 from _calcops_jit.request import BASE
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-LIBRARIES = ROOT / "ops", ROOT / "calcops" / "ops"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 FLAGS = [
     *BASE,

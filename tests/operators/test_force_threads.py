@@ -154,7 +154,7 @@ def test_a_parallel_loop_visits_each_number_once_and_rethrows_exceptions(tmp_pat
         "-Wextra",
         "-Werror",
         *flags,
-        f"-I{thread_sanitizer.OPS}",
+        f"-I{thread_sanitizer.HEADERS}",
     ]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     command = [shutil.which("c++"), *options, "loops.cpp", "-o", "loops"]

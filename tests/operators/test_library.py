@@ -10,8 +10,8 @@ from pathlib import Path
 import calcops.ops
 import pytest
 import torch
-from programs import ROOT, blocks, run
-from test_layout import LIBRARIES, name
+from programs import LIBRARIES, ROOT, blocks, run
+from test_layout import name
 from torch.utils import cpp_extension
 
 import calcops_jit

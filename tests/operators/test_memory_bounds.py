@@ -22,7 +22,7 @@ import test_environment_spline
 import test_tabulated_sum
 import torch
 from fuzz import DTYPES, INDICES
-from programs import ROOT
+from programs import LIBRARIES, ROOT
 from reference_warp_perspective import BORDERS, IDENTITY, INTERPOLATIONS, TILTED, random_image
 from reference_warp_perspective import DTYPES as PIXELS
 
@@ -153,7 +153,7 @@ def protected_pages(tmp_path_factory):
 
 
 def test_every_folder_with_kernels_has_calls():
-    folders = {path.parent.name for path in (ROOT / "ops").glob("*/*_cpu.cpp")}
+    folders = {path.parent.name for ops in LIBRARIES for path in ops.glob("*/*_cpu.cpp")}
     assert folders == OPERATORS.keys()
 
 

@@ -12,6 +12,7 @@ import subprocess
 import pytest
 
 OPS = pathlib.Path(__file__).resolve().parents[2] / "ops"
+HEADERS = OPS.parent / "contracts" / "include"
 PARALLEL = """
 #pragma once
 #include <algorithm>
@@ -59,7 +60,7 @@ def run(folder, program, *kernels):
         '-DCALCOPS_NO_CUDA=""',
         f"-I{folder}",
         f"-I{OPS}",
-        f"-I{OPS.parent / 'contracts/include'}",
+        f"-I{HEADERS}",
     ]
     sources = [str(folder / "main.cpp"), *(str(OPS / kernel) for kernel in kernels)]
     command = [shutil.which("c++"), *flags, *sources, "-o", str(folder / "main")]
