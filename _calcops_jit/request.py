@@ -370,7 +370,8 @@ def request_of(asked: dict, choice: cuda.Choice, portable: str = "", verbose=Fal
     ldflags: list[str] = []
     if asked["with_cuda"] == "auto" and not choice.build:
         paths = [path for path in paths if not path.endswith(".cu")]
-        reason = f"{choice.reason}; {choice.fix}"  # without a $; its quotes get lost
+        fix = choice.fix if name == "calcops" else choice.fix.replace(" build", f" build {name}")
+        reason = f"{choice.reason}; {fix}"  # without a $; its quotes get lost
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a string literal, quoted for a shell
     if not paths:
         raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
