@@ -8,7 +8,6 @@ import ctypes
 import inspect
 import os
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -83,17 +82,8 @@ class Library:
 
     def __getattr__(self, name: str):
         if name.startswith("_"):  # copy looks for methods of such names
-            for operator in self._build.manifest["operators"]:
-                if operator.endswith(f"::{name}"):
-                    path = operator.replace("::", ".")
-                    raise AttributeError(f"`{name}` is private: call torch.ops.{path}")
             raise AttributeError(name)
-        what = f"no operator `{name}` in {self._build.path}"
-        if any(name in old.short_names() for old in self._registrations.values()):
-            what = f"library `{self._request.name}` no longer has `{name}`"
-        if self._registrations[self._build.digest].is_python_module():
-            what += ", which is a module for Python"
-        raise missing(what, self._operators)
+        raise missing(f"no operator `{name}` in {self._build.path}", self._operators)
 
     def __repr__(self) -> str:
         operators = ", ".join(self._operators) or "no operators"
@@ -126,20 +116,21 @@ def obtain(wanted: Request, may_build: bool = True) -> Library | None:
 @contextlib.contextmanager
 def _exchanges() -> Iterator[Callable[[], list[str]]]:
     """Let one thread load libraries. Yield a function that names those that were exchanged."""
-    before: list[tuple[Library, str]] = []
+    before: dict[Library, str] = {}
 
     def changed() -> list[str]:
         return [
-            library._request.name for library, digest in before if library._build.digest != digest
+            library._request.name
+            for library, digest in before.items()
+            if library._build.digest != digest
         ]
 
     try:
         with _one_at_a_time:
-            before += [(library, library._build.digest) for library in _loaded]
+            before |= {library: library._build.digest for library in _loaded}
             yield changed
     finally:
-        known = [library for library, _ in before]
-        added = [library for library in _loaded if library not in known]
+        added = [library for library in _loaded if library not in before]
         extend_others = any(library._build.manifest.get("extends") for library in added)
         # Without the lock: it waits for a compilation in another thread, which may call load().
         if changed() or extend_others:
@@ -151,12 +142,9 @@ def _load(library: Library, wanted: Request, may_build: bool) -> bool:
 
     Return False if it is not built and `may_build` is False.
     """
-    try:
-        while not _load_once(library, wanted, may_build):
-            if not may_build:
-                return False
-    except KeyboardInterrupt as interrupt:  # a user who pressed Ctrl-C needs no traceback
-        raise interrupt.with_traceback(None) from None
+    while not _load_once(library, wanted, may_build):
+        if not may_build:
+            return False
     if library not in _loaded:
         _loaded.append(library)
     return True
@@ -171,8 +159,6 @@ def _load_once(library: Library, wanted: Request, may_build: bool) -> bool:
     if build is None and may_build:
         from .build import built
 
-        for registration in library._registrations.values():
-            registration.check_direct()  # the child that loads the new build would end
         build = built(wanted, reasons)
     if build:
         with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
@@ -245,14 +231,14 @@ def _followed(flag: str) -> str:
 def reload() -> list[str]:
     """Exchange every loaded library whose inputs changed. Return their names.
 
-    A library of temporary sources that are gone stays as it is.
+    A library stays as it is if all its sources are gone, as temporary ones are.
     If some fail, the others are exchanged, and then the first error is raised. It is a BuildError,
     or a ValueError for an environment variable such as CXX with an unclosed quotation mark.
     """
     with _exchanges() as changed:
         failure = None
         for library in _loaded:
-            if _is_gone(library._request):
+            if not any(map(os.path.exists, library._request.asked["sources"])):
                 continue
             try:
                 _load(library, request.again(library._request, _followed), may_build=True)
@@ -261,16 +247,6 @@ def reload() -> list[str]:
         if failure:
             raise failure
         return changed()
-
-
-def _is_gone(wanted: Request) -> bool:
-    """Return True if temporary sources are gone, with their folder or from that of such files."""
-    # As `load` got them, because a link may lead elsewhere.
-    for path in wanted.asked["sources"]:
-        folder = os.path.dirname(path)
-        if os.path.exists(path if folder == tempfile.gettempdir() else folder):
-            return False
-    return True
 
 
 def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]:
@@ -291,61 +267,29 @@ def watch(seconds: float, reload: Callable[[], list[str]]) -> Callable[[], None]
 
 
 def _watch(stop: threading.Event, seconds: float, reload: Callable[[], list[str]]) -> None:
-    states: list[tuple] = []
-    tried: list[tuple] = []  # the first check reloads, because files may have been saved before it
-    read: dict[str, str] = {}  # {path: its state} of what a failed build has read or looked for
+    tried = None  # the first check reloads, because files may have been saved before it
     while not stop.wait(seconds):
         try:
-            states = [_state(library) for library in list(_loaded)]
-            now = states, _states({*read})
-            if now in tried:
+            now = [_state(library) for library in list(_loaded)]
+            if now == tried:
                 continue
-            tried, read = [now], {}  # also if the reload fails: the same files would fail again
+            tried = now  # also if the reload fails: the same files would fail again
             changed = reload()
             if changed:
                 say(f"reloaded {', '.join(changed)}")
         except Exception as error:  # the next save may remove the cause
             if not stop.is_set():
                 say(str(error) or type(error).__name__)
-            read = _read_by_last_builds()
-            tried.append((states, read))
 
 
 def _state(library: Library) -> tuple:
     """Return a value that changes when a file of a library changes, appears or disappears."""
     paths = set().union(*_spellings(library._request))
-    folders = {library._request.root, *map(os.path.dirname, paths)}
+    folders = {library._request.root, *library._request.include_paths, *map(os.path.dirname, paths)}
     inputs = library._build.inputs
     files = {*paths, *map(library._request.unfold, inputs.files)}
-    return inputs.appeared(library._request), _states(files | folders)
-
-
-def _read_by_last_builds() -> dict[str, str]:
-    """Return {path: its state} of what the last builds have read, and of folders with headers.
-
-    The last build may have failed after an edit that includes another header, or one that is not
-    there yet.
-    """
-    from .build import last_read
-
-    paths: set[str] = set()
-    for library in list(_loaded):
-        with contextlib.suppress(Exception):  # a source may be missing
-            wanted = request.again(library._request, _followed)
-            files = {*last_read(wanted), *wanted.sources}
-            folders = {wanted.root, *wanted.include_paths, *map(os.path.dirname, files)}
-            paths |= files | folders
-            for folder in filter(os.path.isdir, folders):
-                paths |= {entry.path for entry in os.scandir(folder) if entry.is_dir()}
-    return _states(paths)
-
-
-def _states(paths: set[str]) -> dict[str, str]:
-    """Return {path: a value that changes with a file, or with the names in a folder}."""
-    return {
-        path: " ".join(sorted(os.listdir(path))) if os.path.isdir(path) else state_of(path)
-        for path in paths
-    }
+    names = {folder: sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)}
+    return inputs.appeared(library._request), names, {path: state_of(path) for path in files}
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
@@ -418,9 +362,7 @@ def _packet(name: str):
 def missing(what: str, names: Iterable[str]) -> AttributeError:
     """Return the error for an operator that does not exist. It lists the operators that do."""
     public = sorted(name for name in names if not name.startswith("_"))
-    fix = "call one of these, or register it with TORCH_LIBRARY"
-    if not public:
-        fix = "register it with TORCH_LIBRARY or a contract, not with PYBIND11_MODULE"
+    fix = "call one of these, or register it with TORCH_LIBRARY or a contract"
     return AttributeError(str(report(what, [f"there are: {', '.join(public) or 'none'}"], fix)))
 
 
@@ -494,46 +436,33 @@ class _Unavailable:
         raise BuildError(self._reason)
 
 
-def _unpickled(asked: dict) -> Library | _Unavailable:
-    """Return the library of these arguments. A loaded one keeps its `check`."""
+def _unpickled(asked: dict, name: str = "", overload: str = ""):
+    """Return the library of these arguments, or its handle. A loaded one keeps its `check`."""
     try:
-        is_cell = f"/{request.CELLS}" in asked["sources"][0]
-        library = _cell(asked["name"]) if is_cell else None
-        if library is None:  # the file of an earlier notebook's cell may be gone
-            # The project's operators may be in another folder there.
-            is_own = asked["name"] == "calcops"
-            wanted = request.own() if is_own else request.request_for(**asked)
-            library = _find_loaded(wanted)
+        # The project's operators may be in another folder there.
+        is_own = asked["name"] == "calcops"
+        wanted = request.own() if is_own else request.request_for(**asked)
+        library = _find_loaded(wanted)
         if library in _loaded:
             wanted = request.again(library._request, _followed)
-        return obtain(wanted)
-    except Exception as error:
-        return _Unavailable(f"cannot unpickle {asked['name']}: {error}")
-
-
-def _unpickled_handle(library: Library | _Unavailable, name: str, overload: str):
-    if isinstance(library, _Unavailable):
-        return library
-    try:
-        packet = _packet(name)
+        library = obtain(wanted)
+        packet = _packet(name) if name else library
         return getattr(packet, overload) if overload else packet
-    except AttributeError:
-        return _Unavailable(f"cannot unpickle {name}: no such operator in {library._build.path}")
+    except Exception as error:
+        return _Unavailable(f"cannot unpickle {name or asked['name']}: {error}")
 
 
-def _reduced(packet: torch._ops.OpOverloadPacket, overload: str = "") -> tuple:
+def _reduced(handle) -> tuple:
     """Return how to unpickle a handle: with its library, which another process may lack."""
-    name = packet._qualified_op_name
+    is_overload = isinstance(handle, torch._ops.OpOverload)
+    name = (handle._overloadpacket if is_overload else handle)._qualified_op_name
     for library in _loaded:
         if name in library._build.manifest["operators"]:
-            return _unpickled_handle, (library, name, overload)
-    return _packet, (name,)  # copy.copy() of PyTorch's own handles never returns
-
-
-def _reduced_overload(handle: torch._ops.OpOverload) -> tuple:
-    reduced = _reduced(handle._overloadpacket, handle._overloadname)
-    return reduced if reduced[0] is _unpickled_handle else handle.__reduce_ex__(2)
+            overload = handle._overloadname if is_overload else ""
+            return _unpickled, (library._request.asked, name, overload)
+    # copy.copy() of PyTorch's own packets never returns.
+    return handle.__reduce_ex__(2) if is_overload else (_packet, (name,))
 
 
 copyreg.pickle(torch._ops.OpOverloadPacket, _reduced)
-copyreg.pickle(torch._ops.OpOverload, _reduced_overload)
+copyreg.pickle(torch._ops.OpOverload, _reduced)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import difflib
 import os
 import re
 import sys
@@ -22,17 +21,16 @@ import torch
 
 from .cache import Build, differences
 from .inputs import Inputs
-from .messages import BuildError, explain, report, say
+from .messages import BuildError, explain, report
 from .request import Request, is_reserved, once
 
 _taken: list[Registration] = []  # all that were committed in this process, the newest last
-_with_fast_math: set[str] = set()  # names of libraries
 # {path: state} of the shared libraries that were loaded because a library is linked with them.
 _loaded: dict[str, str] = {}
 
 
 @contextlib.contextmanager
-def _held(path: str) -> Iterator[None]:
+def _delayed(path: str) -> Iterator[None]:
     """Prevent a library that is loaded from `path` in this context from registering its operators.
 
     In this context, the dispatcher has an operator that is named after `path`. The library looks
@@ -51,54 +49,32 @@ def described(request: Request, product: str, inputs: Inputs) -> dict:
     for file in _linked(request, inputs):  # their operators are not those of this library
         with contextlib.suppress(OSError):
             ctypes.CDLL(file)
-    before, states = _registered(), _states()
+    before = set(torch._C._dispatch_get_all_op_names())
     registration = Registration(request, Build(path=product, manifest={}, inputs=inputs))
-    # The library's other registrations are held.
-    replaced = {name for name, state in _states().items() if states.get(name, state) != state}
-    direct = {
-        name for name in _registered() if name not in before or name.partition(" ")[0] in replaced
-    }
+    at_once = set(torch._C._dispatch_get_all_op_names()) - before
     operators = registration._described()
-    for name in {name.partition(".")[0] for name in direct if " " not in name} - operators.keys():
+    for name in {name.partition(".")[0] for name in at_once}:
         if schemas := torch._C._jit_get_schemas_for_operator(name):
             operators[name] = "\n".join(map(str, schemas))
     for name in operators:
         _check_name(request.name, name)
-    implemented = {re.split("[ .]", name)[0] for name in {*direct, *registration.impls}}
-    extended = implemented - operators.keys()
-    return {"operators": operators, "direct": sorted(direct), "extends": sorted(extended)}
+    with open(product, "rb") as file:
+        is_direct = bool(at_once) or b"aoti_torch_library_" in file.read()
+    extended = {re.split("[ .]", name)[0] for name in registration.impls} - operators.keys()
+    return {
+        "operators": operators,
+        "direct": is_direct,  # it registers operators or kernels as soon as it is loaded
+        "extends": is_direct or bool(extended),  # it has kernels for other libraries' operators
+    }
 
 
 def _check_name(library: str, name: str) -> None:
     """Check that torch.ops reaches an operator, and that it is not among PyTorch's."""
     namespace, _, short = name.partition("::")
-    if is_reserved(namespace):
-        what = f"cannot register {library}: `{namespace}` is no namespace for operators"
-        evidence = f"{name} is in a namespace of PyTorch, or torch.ops cannot reach it"
-        raise report(what, [evidence], "give the operator another namespace")
-    if short in ("name", "_dir") or re.fullmatch("__.*__", short):
-        what = f"cannot register {library}: an operator may not be called `{short}`"
-        evidence = f"torch.ops.{namespace}.{short} is an attribute of PyTorch"
-        raise report(what, [evidence], "give the operator another name")
-
-
-def _registered() -> set[str]:
-    """Return all "operator" and "operator dispatch_key" that are registered in this process."""
-    names = set(torch._C._dispatch_get_all_op_names())
-    for key in torch._C.DispatchKey.__members__:
-        with contextlib.suppress(RuntimeError):  # some are no names of the dispatcher
-            kernels = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-            names.update(f"{name} {key}" for name in kernels)
-    return names
-
-
-def _states() -> dict[str, str]:
-    """Return {operator: a description of its kernels}. A kernel may have replaced another one."""
-    states = {}
-    for name in torch._C._dispatch_get_all_op_names():
-        with contextlib.suppress(RuntimeError):  # PyTorch cannot read a name such as `is::f`
-            states[name] = torch._C._dispatch_dump(name)
-    return states
+    if is_reserved(namespace) or short in ("name", "_dir") or re.fullmatch("__.*__", short):
+        what = f"cannot register {library}: torch.ops has no place for an operator `{name}`"
+        evidence = "its namespace or its name is one of PyTorch, or a word of Python"
+        raise report(what, [evidence], "give the operator another namespace and name")
 
 
 def _linked(request: Request, inputs: Inputs) -> dict[str, str]:
@@ -114,19 +90,6 @@ def _is_open(path: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _kept_denormals(name: str) -> Iterator[None]:
-    """Undo what an initialiser of GCC's -ffast-math does to the arithmetic of this process."""
-    denormal = 5e-324
-    are_kept = denormal * 1 > 0
-    yield
-    if are_kept and denormal * 1 == 0:
-        torch.set_flush_denormal(False)
-        if name not in _with_fast_math:
-            _with_fast_math.add(name)
-            say(f"{name} is linked with -ffast-math, but the process keeps denormal numbers")
 
 
 class Registration:
@@ -145,12 +108,10 @@ class Registration:
         self.name = request.name
         self.place = request.root
         self._asked = request.asked or {}
-        self._direct = build.manifest.get("direct", [])
-        self._extends = build.manifest.get("extends", [])
-        self._missing: set[str] = set()  # operators of `defs` whose calls are errors now
+        self._extends = build.manifest.get("extends", False)
         path = build.path
-        if not _is_open(path):
-            self.check_direct()
+        if build.manifest.get("direct") and not _is_open(path):
+            self._check_direct(build.manifest["operators"])
         linked = _linked(request, build.inputs)
         for file, state in linked.items():
             is_other = _is_open(os.path.basename(file)) and not _is_open(file)
@@ -159,7 +120,7 @@ class Registration:
                 evidence = "one of this name was loaded before, perhaps before it was built again"
                 raise report(what, [evidence], "restart Python")
         try:
-            with _held(path), _kept_denormals(self.name):
+            with _delayed(path):
                 self._library = ctypes.CDLL(path)
         except OSError as error:
             if not os.path.exists(path):
@@ -169,25 +130,19 @@ class Registration:
         _loaded.update(linked)
         torch.ops.loaded_libraries.add(path)
 
-    def is_python_module(self) -> bool:
-        """Return True if Python can import the library, as one with PYBIND11_MODULE."""
-        return hasattr(self._library, f"PyInit_{self.name}")
+    def _check_direct(self, operators: dict[str, str]) -> None:
+        """Check that nobody has registered the operators of a library that registers directly.
 
-    def check_direct(self) -> None:
-        """Check what the library registers without the loader.
-
-        A second registration would end the process. BuildError: this process has the first one.
+        A second registration would end the process, or could not be undone.
         """
-        names = self._direct and _registered().intersection(self._direct)
-        if not names:
-            return
-        what = f"cannot load {self.name}: {min(names)} is registered in this process already"
-        evidence = "it registers operators by RegisterOperators or STABLE_TORCH_LIBRARY"
-        fix = "restart Python, or load only one library; those with TORCH_LIBRARY can be exchanged"
-        raise report(what, [evidence], fix)
+        names = [name for name in operators if torch._C._jit_get_schemas_for_operator(name)]
+        if names or self.name in {other.name for other in _taken}:
+            what = f"cannot load {self.name}: this process has loaded a library with its operators"
+            evidence = "RegisterOperators and STABLE_TORCH_LIBRARY register only once in a process"
+            raise report(what, [evidence], "restart Python, or register them by TORCH_LIBRARY")
 
     @once
-    def _steps(self) -> list[list[str]]:
+    def _lines(self) -> list[list[str]]:
         """Return the fields of each registration: its kind, a name, a schema or signature, tags."""
         return [line.split("\t") for line in self._call("steps").splitlines()]
 
@@ -195,7 +150,7 @@ class Registration:
     def defs(self) -> dict[str, str]:
         """Return {operator with overload: schema and tags}."""
         definitions = {}
-        for kind, name, schema, *tags in self._steps:
+        for kind, name, schema, *tags in self._lines:
             if kind == "def":
                 definitions[name] = f"{schema} tags {tags[0]}" if tags[0] else schema
         return definitions
@@ -203,20 +158,16 @@ class Registration:
     @once
     def impls(self) -> dict[str, str]:
         """Return {"operator dispatch_key": C++ signature}. A fallback is " dispatch_key"."""
-        return {name: signature for kind, name, signature, *_ in self._steps if kind == "impl"}
+        return {name: signature for kind, name, signature, *_ in self._lines if kind == "impl"}
 
     def names(self) -> set[str]:
         """Return the keys of `defs` and of `impls`."""
         return self.defs.keys() | self.impls.keys()
 
-    def short_names(self) -> set[str]:
-        """Return the names of the operators, without namespaces and overloads."""
-        return {name.partition("::")[2].partition(".")[0] for name in self.defs}
-
     def _described(self) -> dict[str, str]:
         """Return {operator: its schemas, and the documentation of its contract}."""
         lines: dict[str, list[str]] = {}
-        for kind, name, schema, *_ in self._steps:  # the contracts are read now
+        for kind, name, schema, *_ in self._lines:  # the contracts are read now
             if kind == "def":
                 lines.setdefault(name.partition(".")[0], []).append(schema)
         for entry in self._call("documentation").split("\x1e")[:-1]:
@@ -232,7 +183,7 @@ class Registration:
             known |= old.defs
         for name in sorted(known.keys() & self.defs.keys()):
             if known[name] != self.defs[name]:
-                lines += [name, *_difference(known[name], self.defs[name])]
+                lines += [f"- {known[name]}", f"+ {self.defs[name]}"]
         if not lines:
             return None
         what = f"cannot reload {self.name}: a schema changed, so nothing was exchanged"
@@ -258,12 +209,9 @@ class Registration:
         for line in answer.splitlines()[1:]:
             name, origin = line.split("\t")
             raise self._clash(name, [other for other in others if name in other.names()], origin)
-        for other in [*replaced, self]:
-            other._open(self)
-        for impl in {impl for old in earlier for impl in old.impls if impl not in self.impls}:
-            _retire(impl, earlier)
-        if earlier:
-            self._close_missing(earlier, others)
+        for old in earlier:
+            for impl in old.impls.keys() - self.impls.keys():
+                old._library.calcops_jit_retire(impl.encode())
         for old in earlier:
             old.live = False
             _forget_dispatch(old.names())
@@ -271,25 +219,6 @@ class Registration:
             _forget_dispatch(self.names())
         self.live = True
         _taken[:] = [*(other for other in _taken if other is not self), self]
-
-    def _close_missing(self, earlier: list[Registration], others: list[Registration]) -> None:
-        """Let calls of operators that `earlier` had, and nobody has now, raise an error."""
-        known = set().union(*(other.defs for other in [*others, self]))
-        known.update(*(old._missing for old in earlier))
-        for old in earlier:
-            for name in old.defs.keys() - known:
-                error = f"{name}: no longer in library `{self.name}`"
-                old._library.calcops_jit_close(name.encode(), error.encode())
-                old._missing.add(name)
-                known.add(name)
-
-    def _open(self, newer: Registration) -> None:
-        """Undo _close_missing() for the operators of a newer registration."""
-        names = self._missing and self._missing & newer.defs.keys()
-        for name in names:
-            self._library.calcops_jit_retire(f"{name} missing".encode())
-        self._missing = self._missing - names
-        _forget_dispatch(names)  # a trace has called the kernel that was removed
 
     def _clash(self, name: str, owners: list[Registration], origin: str) -> BuildError:
         evidence = [f"{owner.name} of {owner.place} has it" for owner in owners]
@@ -314,25 +243,10 @@ class Registration:
         if not answer.startswith("error\t"):
             return answer
         lines = answer.removeprefix("error\t").strip().splitlines()
-        if "Custom class with name" in lines[0]:
-            what = f"cannot register {self.name}: a TorchBind class cannot be exchanged"
-            raise report(what, [lines[0].partition(" Ensure")[0]], "restart Python")
-        if function == "steps":  # a restart would not help
-            is_of_contract = re.search(": contract: |, which no contract names", lines[0])
-            part = "contract" if is_of_contract else "registration"
-            fix = f"correct the {part}"
-            if ", which no contract names" in lines[0]:
-                fix = "correct the kernel's name, or the contract"
-            raise report(f"cannot register {self.name}: its {part} is refused", lines, fix)
-        what = f"cannot register {self.name}, nothing was exchanged"
-        raise report(what, lines, "correct the registration, or restart Python")
-
-
-def _retire(impl: str, registrations: list[Registration]) -> None:
-    """Remove a kernel or a fallback from PyTorch's dispatcher."""
-    for old in registrations:
-        if impl in old.impls:
-            old._library.calcops_jit_retire(impl.encode())
+        fix = "restart Python, or correct the registration"
+        if function == "steps" and "Custom class with name" not in lines[0]:
+            fix = "correct the contract or the registration"  # a restart would not help
+        raise report(f"cannot register {self.name}, nothing was exchanged", lines, fix)
 
 
 def _forget_dispatch(names: set[str]) -> None:
@@ -360,10 +274,3 @@ def _find_overloads(handle: torch._ops.OpOverloadPacket) -> None:
     if names != handle._overload_names:  # otherwise the handle keeps its hash, which is that of _op
         handle._op = call
         handle._overload_names = names
-
-
-def _difference(old: str, new: str) -> list[str]:
-    """Return a line for each argument and result of a schema or signature that changed."""
-    # Split at each comma, after `(` and `-> `, and before the `)` that ends a list.
-    pieces = [re.split(r", |(?<=\()|(?=\)(?:$| ->))|(?<=-> )", text) for text in (old, new)]
-    return [f"  {line}" for line in difflib.ndiff(*pieces) if line.startswith(("-", "+"))]

@@ -132,15 +132,6 @@ namespace calcops_jit __attribute__((visibility("hidden"))) {
     registry.commit(first);
   }
 
-  // The kernel of an operator that a newer library no longer has.
-  struct Missing final : c10::OperatorKernel {
-    explicit Missing(const char* error) : error(error) {}
-    void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack*) {
-      TORCH_CHECK(false, error);
-    }
-    const std::string error;
-  };
-
   // Hides PyTorch's warning that a kernel is overridden, which is expected after a reload.
   struct OverrideFilter final : c10::WarningHandler {
     c10::WarningHandler* other = c10::WarningUtils::get_warning_handler();
@@ -255,20 +246,6 @@ CALCOPS_EXPORT const char* calcops_jit_commit(const char* mine) {
     if (taken.empty()) return registry.commit();
     registry.answer = "taken\n" + taken;
   });
-}
-// Let calls of an operator of this library raise an error, until its name followed by " missing" is
-// retired.
-CALCOPS_EXPORT void calcops_jit_close(const char* name, const char* error) {
-  auto& registry = calcops_jit::Registry::here();
-  for (const auto& step : registry.steps)
-    if (step.name == name)
-      registry.live.emplace_back(
-          step.name + " missing",
-          calcops_jit::dispatcher().registerImpl(
-              step.op, c10::DispatchKey::CompositeImplicitAutograd,
-              c10::KernelFunction::makeFromBoxedFunctor<calcops_jit::Missing>(
-                  std::make_unique<calcops_jit::Missing>(error)),
-              std::nullopt, nullptr, "an operator that a newer library no longer has"));
 }
 // End this library's registrations of a name that a newer library no longer has.
 CALCOPS_EXPORT void calcops_jit_retire(const char* name) {
