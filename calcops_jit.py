@@ -14,7 +14,7 @@ TorchScript.
     stop = calcops_jit.watch()              # reloads on every save, until stop() is called
     %%operator mine                         # in a notebook: compiles the C++ in this cell
 
-    python -m calcops_jit --help            # build, where, why, doctor, export, cache, clean
+    python -m calcops_jit --help            # build, where, why, export, prebuild, clean
 
 The variables CALCOPS_CACHE, CALCOPS_CUDA, CALCOPS_BUILD, CALCOPS_CFLAGS, CALCOPS_CHECK, CXX, CC,
 MAX_JOBS, TORCH_CUDA_ARCH_LIST and CUDA_HOME are explained in _calcops_jit/README.md.
@@ -39,7 +39,7 @@ if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
 
 from _calcops_jit import __version__, library, request
 from _calcops_jit.library import Library
-from _calcops_jit.messages import BuildError, ShortErrors, notebook_shell, say
+from _calcops_jit.messages import BuildError, notebook_shell, say
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -64,7 +64,6 @@ def load(
     with_cuda: bool | str | None = None,
     native: bool = False,
     check: bool = False,
-    **torch_options,
 ) -> Library:
     """Return the library of operator sources, which is built once and then cached.
 
@@ -92,8 +91,6 @@ def load(
         check: make an index that is out of bounds an error of the call. This is for views of a
             contract's kernels, and slower. The same call with another `check` exchanges the
             kernels of the library in place.
-        **torch_options: the other options of torch.utils.cpp_extension.load. A value that the
-            loader cannot follow raises ValueError.
 
     Returns:
         A Library: its operators are attributes, and also in the dictionary `operators`. Its `path`
@@ -104,8 +101,7 @@ def load(
         FileNotFoundError: a source does not exist.
         TypeError, ValueError: an option has a wrong value.
     """
-    with ShortErrors():
-        return library.obtain(request.request_for(**locals()))  # it has the same parameters
+    return library.obtain(request.request_for(**locals()))  # it has the same parameters
 
 
 def reload() -> list[str]:
@@ -123,15 +119,14 @@ def reload() -> list[str]:
         BuildError: a library could not be built, or a schema or C++ signature changed, or it
             cannot be loaded twice in a process. Its old kernels are still called.
     """
-    with ShortErrors():
-        changed = library.reload()
-        if _own is not None:
-            _expose()
-            return changed
-        _import_operators()  # missing since the import of this module
-        if _own is not None:
-            changed.append("calcops")
+    changed = library.reload()
+    if _own is not None:
+        _expose()
         return changed
+    _import_operators()  # missing since the import of this module
+    if _own is not None:
+        changed.append("calcops")
+    return changed
 
 
 def watch(seconds: float = 0.3) -> Callable[[], None]:
@@ -209,8 +204,7 @@ if __name__ == "__main__":
 
     sys.exit(cli.main())
 try:
-    with ShortErrors():
-        _import_operators()
+    _import_operators()
 except BuildError as error:
     _problem = error
     say(str(error))

@@ -18,7 +18,6 @@ import torch
 
 from . import cuda
 from .inputs import TORCH, digest
-from .messages import BuildError
 from .processor import MACHINE, features
 
 FORMAT = 12  # the version of the cache's format
@@ -67,39 +66,6 @@ _VARIABLES = (
     " NIX_LDFLAGS NVCC_APPEND_FLAGS NVCC_CCBIN NVCC_PREPEND_FLAGS OMPI_CXX OMPI_CXXFLAGS"
     " OMPI_LDFLAGS SOURCE_DATE_EPOCH"
 ).split()
-# The other options of torch.utils.cpp_extension.load, and the value that each must have.
-_TORCH_OPTIONS = {
-    "build_directory": None,  # CALCOPS_CACHE names the cache's folder
-    "is_python_module": False,
-    "is_standalone": False,
-    "keep_intermediates": True,
-    "with_sycl": None,
-    "extra_sycl_cflags": None,
-}
-# A flag that names a relative folder. ("=" is --sysroot's folder.)
-_RELATIVE = r"(?:^|\s)-(?:I|L|isystem|iquote|idirafter)\s*(?![\s/=$'\"\\`-])\S+"
-_OTHER_ABI = {
-    f"-D ?_GLIBCXX_USE_CXX11_ABI={1 - torch.compiled_with_cxx11_abi()}": (
-        "PyTorch was compiled with the other value"
-    )
-}
-# {argument: {a pattern of flags that break a build in silence or late: what is wrong with them}}
-_WRONG_FLAGS = {
-    "extra_cflags": {
-        r"-M|-MM|-MF.*|-Wp,-M.*": "the loader reads the list of headers from a file of its own",
-        r"-E|-S|-o.*|-fsyntax-only": "the loader links the object that the compiler writes",
-        **_OTHER_ABI,
-    },
-    "extra_cuda_cflags": {
-        r"(?:-rdc|--relocatable-device-code)[= ]true|-dc|--device-c": (
-            "device code is not linked across sources"
-        ),
-        **_OTHER_ABI,
-    },
-    "extra_ldflags": {
-        r"(?:-Wl,)?--exclude-libs[,=]ALL": "it hides the functions that register operators"
-    },
-}
 # Namespaces and attributes of torch.ops. An operator there could change PyTorch or not be found.
 _OF_PYTORCH = frozenset(
     "_ _c10d_functional _c10d_functional_autograd _dir _dtensor _native _native_aot _quantized"
@@ -109,19 +75,6 @@ _OF_PYTORCH = frozenset(
     " quantization quantized rngprims sparse static_runtime streams symm_mem torch".split()
 )
 SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".c", ".cu")
-# {ending of a file that is no source: where it belongs}
-_NO_SOURCES = {
-    (".o", ".a", ".so"): "in `extra_ldflags`",
-    (".s", ".S"): "in `extra_ldflags` as an object, which `gcc -c` makes",
-    (
-        ".h",
-        ".hh",
-        ".hpp",
-        ".hxx",
-        ".cuh",
-        ".inl",
-    ): "in an #include of a source, and its folder in `extra_include_paths`",
-}
 
 
 class Request(SimpleNamespace):
@@ -314,14 +267,12 @@ def request_for(
     with_cuda=None,
     native=False,
     check=False,
-    torch_options=(),
     beside="",
 ) -> Request:
     """Return the Request for sources, from the options of calcops_jit.load.
 
     `beside` is the folder of a notebook for a cell.
     """
-    _check_torch_options(torch_options)
     given = _absolute("sources", sources)
     _check_name(name, given)
     cuda_sources = [path for path in _files_of(given) if path.endswith(".cu")]
@@ -333,17 +284,13 @@ def request_for(
     if cuda_sources and not with_cuda:
         what = f"expected `with_cuda` None, True or 'auto', because {cuda_sources[0]} is a source"
         raise ValueError(f"calcops_jit.load: {what}; got {with_cuda!r}")
-    folders = _absolute("extra_include_paths", extra_include_paths)
-    for path in filter(os.path.isfile, folders):
-        what = f"expected `extra_include_paths` as folders, got the file {path}"
-        raise ValueError(f"calcops_jit.load: {what}")
     asked = {
         "name": name,
         "sources": given,
         "extra_cflags": _flags("extra_cflags", extra_cflags),
         "extra_cuda_cflags": _flags("extra_cuda_cflags", extra_cuda_cflags),
         "extra_ldflags": _flags("extra_ldflags", extra_ldflags),
-        "extra_include_paths": folders,
+        "extra_include_paths": _absolute("extra_include_paths", extra_include_paths),
         "with_cuda": with_cuda,
         "native": bool(native),
         "check": bool(check),
@@ -402,44 +349,25 @@ def request_of(asked: dict, choice: cuda.Choice, portable: str = "", verbose=Fal
     )
 
 
-def _check_torch_options(options) -> None:
-    """Check options of torch.utils.cpp_extension.load that the loader sets itself."""
-    for option, value in dict(options).items():
-        if option not in _TORCH_OPTIONS:
-            raise TypeError(f"calcops_jit.load: got an unknown argument `{option}`")
-        if value and value != _TORCH_OPTIONS[option]:
-            what = f"expected no `{option}`, got {value!r}"
-            if option == "is_python_module":
-                what += "; for a Python module call torch.utils.cpp_extension.load,"
-                what += " because calcops_jit.load makes operators in torch.ops"
-            raise ValueError(f"calcops_jit.load: {what}")
-
-
 def _check_name(name, sources: list[str]) -> None:
     """Check the name of a library of these sources."""
     if name == "calcops" and sources == [OPERATORS]:
         return
     allowed = r"(?!(?:calcops|runtime)$)[A-Za-z_][\w.-]{,199}"
-    if not isinstance(name, str) or not re.fullmatch(allowed, name):
-        words = "of letters, digits and _ . -, at most 200, not 'calcops' nor 'runtime'"
+    if not isinstance(name, str) or not re.fullmatch(allowed, name) or is_reserved(name):
+        words = "of letters, digits and _ . -, at most 200, which is not 'calcops' nor 'runtime',"
+        words += " no namespace of PyTorch and no word of Python"
         raise ValueError(f"calcops_jit.load: expected `name` {words}, got {name!r}")
-    if is_reserved(name):
-        what = (
-            f"expected `name` that is no namespace of PyTorch and no word of Python, got {name!r}"
-        )
-        raise ValueError(f"calcops_jit.load: {what}")
 
 
 def again(request: Request, followed: Callable[[str], str]) -> Request:
     """Return the Request of the same library in the present environment.
 
-    `followed` returns the present form of a flag for the linker. BuildError: a source is gone.
+    `followed` returns the present form of a flag for the linker. FileNotFoundError: a source is
+    gone.
     """
     ldflags = [followed(flag) for flag in request.asked["extra_ldflags"]]
-    try:
-        return request_for(**request.asked | {"extra_ldflags": ldflags})
-    except FileNotFoundError as error:
-        raise BuildError(f"cannot build {request.name}: {error}") from None
+    return request_for(**request.asked | {"extra_ldflags": ldflags})
 
 
 def _files_of(paths: list[str]) -> list[str]:
@@ -451,10 +379,6 @@ def _files_of(paths: list[str]) -> list[str]:
             continue
         if not os.path.isfile(path):
             raise FileNotFoundError(f"calcops_jit.load: expected `sources` that exist, got {path}")
-        for endings, place in _NO_SOURCES.items():
-            if path.endswith(endings):
-                what = f"expected `sources` of C++ or CUDA; {path} belongs {place}"
-                raise ValueError(f"calcops_jit.load: {what}")
         if not path.endswith(SOURCES):
             what = f"expected `sources` that end with {' '.join(SOURCES)}, got {path}"
             raise ValueError(f"calcops_jit.load: {what}")
@@ -474,12 +398,7 @@ def _sources_in(folder: str) -> list[str]:
 def _absolute(argument: str, value) -> list[str]:
     """Return absolute paths from a path, or a sequence of paths."""
     # os.path.abspath would resolve "link/.." to the folder of the link, not to that of its target.
-    paths = _strings(argument, value)
-    for path in paths:
-        if path != path.strip():  # torch would remove the spaces
-            what = f"expected `{argument}` without spaces around a path, got {path!r}"
-            raise ValueError(f"calcops_jit.load: {what}")
-    return [os.path.join(os.getcwd(), path) for path in paths]
+    return [os.path.join(os.getcwd(), path) for path in _strings(argument, value)]
 
 
 def _strings(argument: str, value) -> list[str]:
@@ -497,20 +416,6 @@ def _flags(argument: str, value) -> list[str]:
 
     This is a sequence as it is, or the words of a string, quoted.
     """
-    flags = words = _strings(argument, value)
-    split = _split(f"calcops_jit.load: expected `{argument}`", " ".join(flags))
-    if isinstance(value, str):
-        words = split
-        flags = list(map(quoted, words))
-    # Compilers run in a folder of the cache, which a relative path does not mean.
-    if match := re.search(_RELATIVE, " ".join(words)):
-        what = f"expected `{argument}` with absolute folders, got '{match[0].strip()}'"
-        if argument != "extra_ldflags":
-            what += "; `extra_include_paths` may be relative"
-        raise ValueError(f"calcops_jit.load: {what}")
-    for pattern, reason in _WRONG_FLAGS[argument].items():
-        for flag in [*words, *map(" ".join, zip(words, words[1:]))]:
-            if re.fullmatch(pattern, flag):
-                what = f"expected `{argument}` without {flag}, because {reason}"
-                raise ValueError(f"calcops_jit.load: {what}")
-    return flags
+    flags = _strings(argument, value)
+    words = _split(f"calcops_jit.load: expected `{argument}`", " ".join(flags))
+    return list(map(quoted, words)) if isinstance(value, str) else flags

@@ -46,14 +46,11 @@ def test_flags_may_be_a_string_or_words_and_paths_are_kept_whole(checkout):
 import calcops_jit, ctypes, os
 from pathlib import Path
 libraries = set()
-harmless = {"build_directory": None, "is_python_module": False, "keep_intermediates": False}
 folder = os.getcwd()
 for sources in ("mine.cpp", Path("mine.cpp"), ("mine.cpp",), [f"{folder}/mine.cpp"]):
     for flags in ("-DTENS=3 '-DONES=4'", ["-DTENS=3", "-DONES=4"]):
         for paths in ("my include", [Path(folder, "my include")]):
-            library = calcops_jit.load(
-                "mine", sources, flags, extra_include_paths=paths, **harmless
-            )
+            library = calcops_jit.load("mine", sources, flags, extra_include_paths=paths)
             libraries.add(library)
 [library] = libraries
 print(ctypes.CDLL(library.path).answer(), os.path.basename(os.fspath(library)), library.operators)
@@ -116,32 +113,8 @@ def test_an_invalid_library_name_is_refused(source, name):
         calcops_jit.load(name, source)
 
 
-@pytest.mark.parametrize(
-    "option, value", [("build_directory", "build"), ("is_python_module", True), ("with_sycl", True)]
-)
-def test_an_option_of_torch_that_the_loader_cannot_follow_is_refused(source, option, value):
-    with pytest.raises((ValueError, TypeError), match=rf"calcops_jit\.load: .*`{option}`"):
-        calcops_jit.load("mine", source, **{option: value})
-
-
-@pytest.mark.parametrize(
-    "option, flags",
-    [
-        ("extra_cflags", "-O2 -Iinclude"),
-        ("extra_cflags", ["-I", "."]),
-        ("extra_cflags", ["-isystem../include"]),
-        ("extra_cuda_cflags", ["-iquote include"]),
-        ("extra_ldflags", ["-lmine", "-Llib"]),
-    ],
-)
-def test_a_flag_with_a_relative_folder_is_refused(source, option, flags):
-    """ninja runs compilers in another folder, so the flag would name nothing."""
-    with pytest.raises(ValueError, match=f"expected `{option}` with absolute folders, got '-[IiL]"):
-        calcops_jit.load("mine", source, **{option: flags})
-
-
 def test_an_unknown_option_and_absent_sources_are_refused(source):
-    with pytest.raises(TypeError, match="unknown argument `extra_cflag`"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'extra_cflag'"):
         calcops_jit.load("mine", source, extra_cflag="-O2")
     with pytest.raises(FileNotFoundError, match="nosuch.cpp"):
         calcops_jit.load("mine", [source, "nosuch.cpp"])
@@ -150,47 +123,22 @@ def test_an_unknown_option_and_absent_sources_are_refused(source):
 
 
 @pytest.mark.parametrize(
-    "argument, flag",
+    "flag, words",
     [
-        ("extra_cflags", "-MF x.d"),
-        ("extra_cflags", "-E"),
-        ("extra_cflags", "-D_GLIBCXX_USE_CXX11_ABI=0"),
-        ("extra_cflags", ["-D", "_GLIBCXX_USE_CXX11_ABI=0"]),
-        ("extra_cuda_cflags", "-D_GLIBCXX_USE_CXX11_ABI=0"),
-        ("extra_cuda_cflags", "-rdc=true"),
-        ("extra_cuda_cflags", "-rdc true"),
-        ("extra_ldflags", "-Wl,--exclude-libs,ALL"),
+        ("-MF x.d", "cannot determine which files were read for mine.o"),
+        ("-E", "cannot build mine"),
+        ("-S", "cannot build mine"),
+        ("-fsyntax-only", "cannot build mine"),
+        ("-o other.o", "cannot build mine"),
+        ("-MM", "cannot build mine"),
     ],
 )
-def test_a_flag_that_would_break_the_build_is_refused(source, argument, flag):
-    word = flag.split()[0] if isinstance(flag, str) else flag[0]
-    expected = f"expected `{argument}` without {word}[^,]*, because "
-    with pytest.raises(ValueError, match=expected):
-        calcops_jit.load("mine", source, **{argument: flag})
-
-
-@pytest.mark.parametrize("flag", ["-rdc=false", "-rdc false", "--relocatable-device-code false"])
-def test_device_code_that_is_not_relocatable_is_no_wrong_flag(flag):
-    assert request._flags("extra_cuda_cflags", flag) == flag.split()
-
-
-@pytest.mark.parametrize(
-    "name, place",
-    [
-        ("a.o", "extra_ldflags"),
-        ("a.a", "extra_ldflags"),
-        ("a.so", "extra_ldflags"),
-        ("a.h", "#inc"),
-        ("a.hxx", "#inc"),
-        ("a.cuh", "#inc"),
-        ("a.s", "extra_ldflags"),
-    ],
-)
-def test_a_file_that_is_no_source_is_refused_with_the_place_where_it_belongs(source, name, place):
-    other = source.with_name(name)
-    other.touch()
-    with pytest.raises(ValueError, match=f"{re.escape(str(other))} belongs in .*{place}"):
-        calcops_jit.load("mine", [source, other])
+def test_a_flag_that_breaks_a_build_is_an_error_of_the_build(checkout, flag, words):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    child = checkout.load(extra_cflags=flag)
+    assert child.code == 1
+    assert words in child.err
+    assert not checkout.libraries("mine")
 
 
 def test_a_source_of_another_kind_or_an_empty_folder_or_cuda_that_is_off_is_refused(source):
@@ -205,18 +153,6 @@ def test_a_source_of_another_kind_or_an_empty_folder_or_cuda_that_is_off_is_refu
     (source.parent / "empty").mkdir()
     with pytest.raises(ValueError, match="with at least one file, got none"):
         calcops_jit.load("mine", source.parent / "empty")
-
-
-def test_a_python_module_is_left_to_torch(source):
-    with pytest.raises(ValueError, match=r"call torch\.utils\.cpp_extension\.load, because "):
-        calcops_jit.load("mine", source, is_python_module=True)
-
-
-def test_an_include_path_that_names_a_file_or_has_spaces_around_it_is_refused(source):
-    with pytest.raises(ValueError, match=f"as folders, got the file {source}"):
-        calcops_jit.load("mine", source, extra_include_paths=[source])
-    with pytest.raises(ValueError, match="without spaces around a path, got ' /usr/include'"):
-        calcops_jit.load("mine", source, extra_include_paths=[" /usr/include"])
 
 
 def test_a_variable_with_an_open_quote_is_named_in_the_error(checkout):
