@@ -39,7 +39,6 @@ from .registration import described
 from .request import SHADOW, Request, runtime
 
 _KEPT = 4  # folders of builds in an entry
-_MAX_WARNINGS = 3
 
 
 def built(request: Request, reasons: list[str]) -> Build:
@@ -49,7 +48,7 @@ def built(request: Request, reasons: list[str]) -> Build:
     BuildError: it cannot be built or loaded.
     """
     try:
-        with cache.locked_entry(request, lambda entry: progress(_folder(request, entry))) as entry:
+        with cache.locked_entry(request) as entry:
             # Another process may have built it meanwhile.
             return cache.find(request, reasons) or _built_in(entry, request, reasons)
     except OSError as error:
@@ -70,7 +69,7 @@ def _built_in(entry: str, request: Request, reasons: list[str]) -> Build:
     log = _log(folder)
     with (
         Child(lambda: _build(request, entry), log) as child,
-        Progress(title, lambda: progress(folder)) as shown,
+        Progress(title, lambda: _progress(folder)) as shown,
     ):
         try:
             product, inputs = child.result(shown.update)
@@ -81,25 +80,14 @@ def _built_in(entry: str, request: Request, reasons: list[str]) -> Build:
             if request.verbose:
                 with open(log, errors="replace") as file:
                     print(file.read(), end="", flush=True)
-        warnings = _warnings(request, log)
+        warnings = [] if request.is_own else warnings_of(log)
         registered = _registered(request, product, inputs, log)
         build = cache.publish(entry, product, request, inputs, registered)
         shown.outcome = f"built {request.name} in {shown.seconds():.1f} s"
     for line in warnings:
-        say(line)
+        say(line.replace(request.sources[0], "cell") if request.is_cell else line)
     cache.remove(log)
     return build
-
-
-def _warnings(request: Request, log: str) -> list[str]:
-    """Return the first warnings of the compilers about a user's sources."""
-    if request.is_own:
-        return []
-    with open(log, encoding="utf-8", errors="replace") as file:
-        lines = warnings_of(file.read())
-    if request.is_cell:
-        lines = [line.replace(request.sources[0], "cell") for line in lines]
-    return lines[:_MAX_WARNINGS]
 
 
 def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dict:
@@ -128,29 +116,18 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
             raise explain(f"cannot load {request.name}", "\n".join(lines), "", unknown) from None
 
 
-def progress(folder: str) -> str:
+def _progress(folder: str) -> str:
     """Return a line of progress of the build in a folder."""
+    names = targets(folder)
     awaited = ""
-    names: list[str] = []
-    with contextlib.suppress(OSError):  # another process may remove the folder
-        names = targets(folder)
-        if os.path.isfile(f"{folder}/.unfinished"):  # a FIFO would block
-            with open(f"{folder}/.unfinished") as file:
-                awaited = file.read()
+    if os.path.isfile(f"{folder}/.unfinished"):  # a FIFO would block
+        with contextlib.suppress(OSError), open(f"{folder}/.unfinished") as file:
+            awaited = file.read()
     if not names:  # build.ninja is not written yet
         return f"[0/?] {awaited}".rstrip()
     waiting = [name for name in names if not os.path.exists(f"{folder}/{name}")]
     name = waiting[0].removesuffix(".o") if len(waiting) > 1 else awaited or "linking"
     return f"[{len(names) - len(waiting)}/{len(names)}] {name}"
-
-
-def last_read(request: Request) -> set[str]:
-    """Return the files that the last build has read, which may have failed."""
-    folder = _folder(request, f"{cache.folder()}/{request.entry}")
-    with contextlib.suppress(*cache.UNFIT):
-        files = cache.read_checked(f"{folder}/.objects")["inputs"]["files"]
-        return set(map(request.unfold, files))
-    return set()
 
 
 # ---- in the child --------------------------------------------------------------------------------
@@ -211,11 +188,9 @@ def _fresh(folder: str) -> str:
         names = set(os.listdir(folder)) if os.path.isdir(folder) else {".unfinished"}
         if ".unfinished" in names or not all(os.path.isfile(f"{folder}/{n}") for n in names):
             os.rename(folder, f"{folder}.killed.{os.urandom(4).hex()}")
-    machine, _, checkout = folder.rpartition(".")
+    machine = folder.rpartition(".")[0]
     others = glob.glob(f"{glob.escape(os.path.dirname(folder))}/build.*")
-    others.sort(key=_time_of_use, reverse=True)
-    if not os.path.exists(folder):
-        _copy_objects([path for path in others if path.endswith(f".{checkout}")], folder)
+    others.sort(key=cache.last_use, reverse=True)
     os.makedirs(folder, exist_ok=True)
     os.utime(folder)
     for i, other in enumerate(path for path in others if path != folder):
@@ -226,26 +201,6 @@ def _fresh(folder: str) -> str:
             cache.remove(other)
             cache.remove(_log(other))
     return folder
-
-
-def _copy_objects(folders: list[str], new: str) -> None:
-    """Copy the newest of other machines' folders, as after a restart of this machine.
-
-    The other machine may write to it meanwhile. But each object is compared with its state before
-    it is linked, and the copy has no file `.unfinished`.
-    """
-    for folder in folders[:1]:
-        try:
-            shutil.copytree(folder, new, ignore=shutil.ignore_patterns(".unfinished"))
-        except (shutil.Error, OSError):
-            cache.remove(new)
-
-
-def _time_of_use(folder: str) -> float:
-    """Return the time of the last build in a folder; 0 if another process has removed it."""
-    with contextlib.suppress(OSError):
-        return os.path.getmtime(folder)
-    return 0.0
 
 
 def _runtime(request: Request, folder: str) -> Build:

@@ -22,9 +22,8 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 from .inputs import Changed, Inputs, digest, digest_of_open
@@ -49,7 +48,7 @@ class Build(SimpleNamespace):
 def folder() -> str:
     """Return the cache's folder.
 
-    BuildError: the user has no home, and the folder in its place belongs to somebody else.
+    BuildError: the user has no home.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
@@ -57,18 +56,9 @@ def folder() -> str:
     path = os.environ.get("CALCOPS_CACHE") or f"{base}/calcops"
     path = os.path.expanduser(path)
     if f"{path}/".startswith("~/"):  # "~nobody" is the name of a folder, as in a shell
-        path = _without_home()
+        what = "cannot find a place for the cache: this user has no home folder"
+        raise report(what, [], "export CALCOPS_CACHE=<a folder of your own>")
     return os.path.abspath(path)
-
-
-def _without_home() -> str:
-    """Return a folder for a user without HOME and without a name, as in some containers."""
-    path = f"{tempfile.gettempdir()}/calcops-{os.getuid()}"
-    with contextlib.suppress(FileNotFoundError):
-        if os.lstat(path).st_uid != os.getuid():  # its owner could exchange the libraries
-            what = f"cannot use {path} as a cache: it belongs to another user"
-            raise report(what, ["there is no home folder"], "export CALCOPS_CACHE=<a folder>")
-    return path
 
 
 # ---- finding -------------------------------------------------------------------------------------
@@ -95,14 +85,14 @@ def find(request: Request, reasons: list[str] | None = None) -> Build | None:
 
 def builds(entry: str) -> list[str]:
     """Return the folders of an entry's builds, the last used first."""
-    paths = map(os.path.dirname, glob.glob(f"{glob.escape(entry)}/*/manifest"))
-    return sorted(paths, key=_last_use, reverse=True)
+    manifests = glob.glob(f"{glob.escape(entry)}/*/manifest")
+    return list(map(os.path.dirname, sorted(manifests, key=last_use, reverse=True)))
 
 
-def _last_use(path: str) -> float:
-    """Return the time of the last use of a build; 0 if another process has removed it."""
+def last_use(path: str) -> float:
+    """Return the time of a file or folder; 0 if another process has removed it."""
     with contextlib.suppress(OSError):
-        return os.path.getmtime(f"{path}/manifest")
+        return os.path.getmtime(path)
     return 0.0
 
 
@@ -141,10 +131,10 @@ def _verified(path: str):
 
 def newest(name: str) -> Iterator[dict]:
     """Yield the manifests of all builds of a name, the last used first."""
-    paths = [path for entry in entries(name) for path in builds(entry)]
-    for path in sorted(paths, key=_last_use, reverse=True):
+    paths = [f"{path}/manifest" for entry in entries(name) for path in builds(entry)]
+    for path in sorted(paths, key=last_use, reverse=True):
         with contextlib.suppress(*UNFIT):
-            manifest = read_checked(f"{path}/manifest")
+            manifest = read_checked(path)
             if manifest["facts"]["format"] and "asked" in manifest:
                 yield manifest
 
@@ -159,14 +149,11 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 @contextlib.contextmanager
-def locked_entry(
-    request: Request, progress: Callable[[str], str] = lambda entry: ""
-) -> Iterator[str]:
+def locked_entry(request: Request) -> Iterator[str]:
     """Make a request's entry, wait until this process alone has its lock, and yield its path.
 
-    Meanwhile it shows `progress(entry)`, the state of another process's build. The kernel releases
-    the lock when this process ends in any way. OSError: the cache cannot be written, or its file
-    system has no locks.
+    The kernel releases the lock when this process ends in any way. OSError: the cache cannot be
+    written, or its file system has no locks.
     """
     entry = f"{folder()}/{request.entry}"
     if set("$:\n").intersection(entry):
@@ -177,8 +164,8 @@ def locked_entry(
     lock = os.open(f"{entry}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:  # Ctrl-C may raise as soon as flock returns
         if not _locked(lock):
-            title = f"waiting for another process, which builds {request.name}"
-            with Progress(title, lambda: progress(entry)) as shown:
+            what = f"which builds {request.name}"
+            with Progress("waiting for another process,", lambda: what) as shown:
                 while not _locked(lock):
                     time.sleep(_POLL_S)
                     shown.update()
@@ -262,27 +249,19 @@ def entries(name: str | None = None) -> list[str]:
     return [path for path in paths if name in (None, os.path.basename(path)[:-17])]
 
 
-def clean(name: str | None = None) -> dict[str, str]:
+def clean(name: str | None = None) -> tuple[int, int]:
     """Empty every entry of a name, or of all, in which no process builds.
 
-    Return {entry: "removed", "in use" or "not removable"} of the entries that were not empty.
+    Return how many were emptied, and how many were not.
     """
-    outcomes = {}
-    for entry in entries(name):
-        if not os.path.lexists(f"{entry}/lock") or not _contents(entry):
-            continue
-        outcomes[entry] = "not removable"
+    used = [path for path in entries(name) if os.path.lexists(f"{path}/lock") and _contents(path)]
+    for entry in used:
         with contextlib.suppress(OSError), open(f"{entry}/lock", "r+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                outcomes[entry] = "in use"
-                continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in _contents(entry):
                 remove(path)
-            if not _contents(entry):
-                outcomes[entry] = "removed"
-    return outcomes
+    left = sum(bool(_contents(entry)) for entry in used)
+    return len(used) - left, left
 
 
 def _contents(entry: str) -> list[str]:

@@ -62,7 +62,10 @@ class Child:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             try:
                 signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-                self._pid = _fork()
+                with warnings.catch_warnings():
+                    # Python warns that another thread may hold a lock, which the child never gets.
+                    warnings.simplefilter("ignore")
+                    self._pid = os.fork()
                 if self._pid == 0:
                     self._connection.close()
                     _run(self._function, there, self._log, parent)
@@ -134,13 +137,6 @@ class Child:
                 raise
         self._pid = 0
         return os.waitstatus_to_exitcode(status)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Python warns that another thread may hold a lock, which nobody releases in the child.
-        warnings.simplefilter("ignore")
-        return os.fork()
 
 
 def _run(function: Callable, there: Connection, log: str, parent: int) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import glob
 import os
 import re
@@ -12,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, build, cache, compile, cuda, prebuilt, request
+from . import __version__, build, cache, cuda, prebuilt, request
 from .inputs import digest, state_of
-from .messages import BuildError, explain, report, say
-from .processor import MACHINE
+from .messages import BuildError, report, say
 from .request import CONTRACTS, LOADER, Request
 
 
@@ -26,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     parsers = {}
-    for function in (_build, _where, _why, _doctor, _export, _prebuild, _cache, _clean):
+    for function in (_build, _where, _why, _export, _prebuild, _clean):
         name = function.__name__.removeprefix("_")
         parsers[name] = commands.add_parser(name, help=function.__doc__)
         parsers[name].set_defaults(function=function)
@@ -36,8 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("build", "where", "why", "prebuild"):
         parsers[name].add_argument("name", nargs="?", help=help_text)
     parsers["clean"].add_argument("name", nargs="?", help="one library, instead of all")
-    help_text = "check the indices of a library of calcops_jit.load, as its option `check` does"
-    parsers["build"].add_argument("--check", action="store_true", help=help_text)
     parsers["export"].add_argument("folder")
     help_text = "another library that calcops_jit.load has built"
     parsers["export"].add_argument("name", nargs="*", help=help_text)
@@ -46,9 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
         status = options.function(options) or 0
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `| head -1` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except (BuildError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -56,14 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _build(options: argparse.Namespace) -> None:
     """build the operators if need be, and print the library's path"""
-    wanted = _request(options.name)
-    if wanted.name != "calcops":
-        wanted = request.request_for(**wanted.asked | {"check": options.check})
-    elif options.check:
-        what = "expected the name of a library of load; kernels under ops/ use plain pointers"
-        raise ValueError(f"calcops_jit build --check: {what}")
     # A prebuilt library is for many processors. The user wants one for exactly this processor.
-    print(_built(wanted).path)
+    print(_built(_request(options.name)).path)
 
 
 def _built(wanted: Request) -> cache.Build:
@@ -92,9 +79,7 @@ def _where(options: argparse.Namespace) -> None:
     else:
         found = _find(wanted, [])
         choice = wanted.cuda
-        files = Path(cache.folder()).rglob("*")
-        size = sum(map(_size, files)) / 1e6
-        print(f"cache    {cache.folder()}, {size:.0f} MB")
+        print(f"cache    {cache.folder()}")
         print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
         if choice.build:
             print(f"CUDA     {choice.home}, CUDA {choice.version}, for {cuda.arch_list(choice)}")
@@ -102,13 +87,6 @@ def _where(options: argparse.Namespace) -> None:
             reason = f", because {choice.reason}; {choice.fix}" if choice.reason else ""
             print(f"CUDA     none{reason}")
         print(f"key      {_key(wanted, [])}")
-
-
-def _size(path: Path) -> int:
-    """Return the size of a file; 0 of a folder, or if the file is gone."""
-    with contextlib.suppress(OSError):
-        return path.lstat().st_size if path.is_file() else 0
-    return 0
 
 
 def _find(wanted: Request, reasons: list[str]) -> cache.Build | None:
@@ -141,23 +119,6 @@ def _why(options: argparse.Namespace) -> int:
         reasons = cache.differences(last["facts"], wanted.facts)
     print(reasons[0] if reasons else "it was never built")
     return 1
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    """name what is missing for a build here; 1 if something is"""
-    wanted = request.own()
-    problems = [report(cause, [line], fix) for cause, line, fix in compile.foresee(wanted)]
-    try:
-        with cache.locked_entry(wanted):
-            pass
-    except OSError as error:
-        problems.append(explain("no cache", str(error)))
-    print(f"Python   {sys.version.split()[0]}, supported: 3.11 to 3.14")
-    print(f"PyTorch  {torch.__version__}, supported: 2.10 to 2.15")
-    print(f"machine  {MACHINE}")
-    print(f"compiler {next(iter(compile.version(wanted).splitlines()), 'none')}")
-    print("\n".join(map(str, problems)) or "nothing is missing for a build")
-    return bool(problems)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -198,16 +159,8 @@ def _prebuild(options: argparse.Namespace) -> None:
     print(prebuilt.write(_request(options.name)))
 
 
-def _cache(options: argparse.Namespace) -> None:
-    """list the libraries in the cache: size and folder"""
-    for entry in cache.entries():
-        for path in cache.builds(entry):
-            size = sum(map(_size, Path(path).glob("*"))) / 1e6
-            print(f"{size:9.2f} MB  {path}")
-
-
 def _clean(options: argparse.Namespace) -> None:
     """empty the cache"""
-    outcomes = list(cache.clean(options.name).values())
-    counts = [f"{outcomes.count(name)} {name}" for name in sorted({*outcomes}, reverse=True)]
-    say(f"libraries in {cache.folder()}: {', '.join(counts) or 'none'}")
+    removed, left = cache.clean(options.name)
+    in_use = f", {left} in use or not removable" if left else ""
+    say(f"libraries in {cache.folder()}: {removed} removed{in_use}")

@@ -49,11 +49,8 @@ def choose(needed: bool = False) -> Choice:
     if switch == "0" and not needed:
         return Choice(reason="CALCOPS_CUDA=0 was set", fix="unset CALCOPS_CUDA")
     if torch.version.cuda is None:
-        reason = "this PyTorch is a CPU build"
-        fix = "pip install --force-reinstall torch"
-        if torch.version.hip:
-            reason = "this PyTorch is for ROCm"
-            fix = "install a PyTorch for CUDA, since CUDA sources are not built for ROCm"
+        reason = "this PyTorch is not for CUDA"
+        fix = "install a PyTorch for CUDA"
         return Choice(reason=reason, fix=fix, fatal=required)
     # "native" stands for the visible GPUs, and so does an empty list.
     arches = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("native", "")

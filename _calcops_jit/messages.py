@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import shutil
 import sys
@@ -12,40 +11,18 @@ from collections.abc import Callable
 
 _MAX_LINES = 12
 _MAX_WIDTH = 300  # of a line of evidence
+_MAX_WARNINGS = 3
 _REDRAW_S = 0.5
 _LOG_S = 10.0
 # Each cause has a line with a pattern of a tool's message, and a line with "cause -> command". The
 # first pattern that matches the output counts. {0} is the first group that is not empty.
-# These causes are not searched in what compilers say of a line, as in the text of an assertion.
-_CAUSES_OF_MACHINE = r"""
-Resource temporarily unavailable|Cannot fork
-    this user may start no more processes -> export MAX_JOBS=1, or end some, or raise: ulimit -u
-Too many open files
-    this process has no descriptor left -> ulimit -n $(ulimit -H -n)
-\S/(?:cc|tmpxft_)\w+\.\w+: (?:No space left on device|Disk quota exceeded)
-    the folder for temporary files is full -> export TMPDIR=<a folder with space>
+_CAUSES = r"""
 No space left on device|Disk quota exceeded
-    the disk is full -> export CALCOPS_CACHE=<a folder with space>
-ASan runtime does not come first
-    a sanitizer must be loaded before Python -> export LD_PRELOAD=$(c++ -print-file-name=libasan.so)
-(lib[atu]b?san\.so)\S*: cannot allocate memory in static TLS block
-    a sanitizer must be loaded before Python -> export LD_PRELOAD=$(c++ -print-file-name={0})
-cannot allocate memory in static TLS block
-    it must be loaded earlier -> export GLIBC_TUNABLES=glibc.rtld.optional_static_tls=65536
+    the disk is full -> export CALCOPS_CACHE=<a folder with space>, or TMPDIR for files of a compiler
 version [`'](?:GLIBCXX|CXXABI|GCC)_\S+ not found
     an older library than the compiler's was loaded first -> export LD_PRELOAD=$(c++ -print-file-name=libstdc++.so.6)
 Killed signal|Killed$|(?:terminated with|due to) signal 9|Cannot allocate memory|out of memory|memory exhausted
     the compiler was killed, most likely for lack of memory -> export MAX_JOBS=1
-/c\+\+: Permission denied|failed to map segment
-    its folder may not be executed (noexec) -> export CALCOPS_CACHE=<a folder that is not noexec>
-"""  # noqa: E501
-_CAUSES = r"""
-bad \$-escape
-    ninja reads each $ in a list of flags -> write $$ for a $, or pass the flags as one string
-undefined (?:reference to [`']|symbol: )__[amtu]b?san_
-    a sanitizer is not linked -> append -fsanitize=... to extra_ldflags, too, for clang with -shared-libsan, and preload its library
-undefined (?:reference to [`']|symbol: )(?:__kmpc_|GOMP_|omp_)
-    OpenMP is not linked -> append -fopenmp to extra_ldflags, too
 same name and overload name multiple times|Only a single TORCH_LIBRARY
     it registers what is registered already -> restart Python, or load only one of the two libraries
 Python\.h(?:: No such file|' file not found)
@@ -62,20 +39,12 @@ unsupported GNU version! gcc versions later than (\d+)
     nvcc does not support a g++ that new -> export CC=g++-{0}
 Unsupported gpu architecture '(\w+)'
     this CUDA does not support the GPU -> leave {0} out of TORCH_CUDA_ARCH_LIST and extra_cuda_cflags, or use an older CUDA
-Unknown CUDA arch \((.*)\)
-    TORCH_CUDA_ARCH_LIST is no list of architectures -> export TORCH_CUDA_ARCH_LIST='8.0;9.0+PTX'
-fatal error: '?(?:calcops/)?operators?\.h(?:: No such file|' file not found)
-    a header is missing -> begin the source with: #include <calcops/operator.h>
-fatal error: '?(\.\.?/\S+?)(?:: No such file|' file not found)
-    a header is missing -> correct the #include: {0} begins in the folder of the file that includes it
 fatal error: '?(\S+?)(?:: No such file|' file not found)
     a header is missing -> find / -path '*/{0}' 2> /dev/null; the folder before {0} belongs in extra_include_paths
 (?:cannot find|unable to find library) -l([^\s:]+)
     a library to link with is missing -> find / -name 'lib{0}.*' 2> /dev/null; extra_ldflags=['-L...'] takes its folder
 (?:unrecognized command.line option|unknown argument:?|unrecognized option) ['‘]([^'’]+)
     the compiler does not know one of the flags -> take {0} out of the flags, CALCOPS_CFLAGS or CXX
-multiple definition of [`'‘]([^'’]+)['’]|duplicate symbol: (.+)
-    a function is defined twice -> declare {0} inline or static, or define it in one source
 undefined (?:reference to [`']|symbol: )([^\s'(]+)
     a function is declared but nowhere defined -> c++filt {0}; add its source, or its library in extra_ldflags
 (\S+): cannot open shared object file
@@ -97,10 +66,6 @@ unterminated raw string|raw string missing terminating
     a contract does not end -> end it with )");
 missing (?:terminating|closing) .*(?:"|quote)
     a string ends with its line -> write a contract as R"(...)", with the R before the quotation mark
-(?:[‘'](?:std::)?(?:sqrt|exp|pow|log\w*|sin|cos|tan|a(?:sin|cos|tan2?)|\w+h|erfc?|floor|ceil|fabs|M_\w+)[’'] (?:is not a member|was not declared)|(?:undeclared identifier|no member named) '(?:sqrt|exp|pow|log|sin|cos|tan|fabs|M_\w+)')
-    a header is missing -> write above: #include <cmath>
-forbids declaration of [‘']type name[’'] with no type
-    a type is not declared -> declare it, for example by a line above the kernel: template <class Real>
 [‘']Tensor[’'] (?:was not declared|does not name a type)|(?:undeclared identifier|unknown type name) 'Tensor'|identifier "Tensor" is undefined
     C++ does not know the type Tensor -> write a contract as R"(...)"; PyTorch's type is at::Tensor
 """  # noqa: E501
@@ -113,7 +78,6 @@ _MESSAGE = r"error\s*(?:#[\w-]+)?: (?!variable or field .* declared void)(?P<mes
 _COMPILER_ERROR = rf"{_PLACE} (?:fatal )?{_MESSAGE}(?:\n *\d* \| .*){{0,4}}"
 # A line of the source has a number and a bar, or the next line has a caret.
 _QUOTED = r"^ *\d* \| .*|^.*\n(?=[ ~]*\^[ ~^]*$)"
-_REMARK = rf"{_PLACE} (?:error|warning|note)\b.*"
 # What led to an error stands above it. Macros, and templates of clang and nvcc, stand below it.
 _ABOVE = r"In file included from | +from |.*: (?:In|At) |.*: +(?:recursively )?required | *\d* \| "
 _REQUIRED = rf"{_PLACE} +(?:recursively )?required "
@@ -138,22 +102,6 @@ class BuildError(RuntimeError):
         return [f"BuildError: {self}"]
 
 
-class ShortErrors:
-    """A context whose errors a notebook shows without a traceback. A script shows it."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, traceback) -> None:
-        line = ""
-        if kind is KeyboardInterrupt:
-            line = "KeyboardInterrupt: the build was stopped"
-        elif str(error).startswith("calcops_jit"):  # others are not expected
-            line = f"{kind.__name__}: {error}"
-        if line and notebook_shell():
-            error._render_traceback_ = functools.partial(list, [line])  # it can be pickled
-
-
 def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildError:
     """Return a BuildError.
 
@@ -163,37 +111,12 @@ def report(what: str, evidence: list[str], fix: str, log: str = "") -> BuildErro
         fix: a command or an action that removes the cause.
         log: path of a file with all output.
     """
-    first, *others = _in_notebook(fix)
-    last_lines = [f"  fix: {first}", *(f"       {line}" for line in others)]
+    last_lines = [f"  fix: {fix}"]
     if log:
         last_lines.append(f"  log: {log}")
     max_evidence_lines = _MAX_LINES - 1 - len(last_lines)
-    lines = [f"  {_cut(line.rstrip())}" for line in evidence[:max_evidence_lines]]
+    lines = [f"  {line.rstrip()[:_MAX_WIDTH]}" for line in evidence[:max_evidence_lines]]
     return BuildError("\n".join([what, *lines, *last_lines]))
-
-
-def _cut(line: str) -> str:
-    """Return a line, shortened at its end. A cell's path in it is long, and not shown."""
-    return line if len(line) <= _MAX_WIDTH else f"{line[:_MAX_WIDTH]}…"
-
-
-def _in_notebook(fix: str) -> list[str]:
-    """Return the lines of a fix. In a notebook, a command becomes a line that a cell can run."""
-    if not notebook_shell():
-        return [fix]
-    command, *others = re.split("[,;] ", fix, maxsplit=1)
-    variable = re.fullmatch(r"(?:export|unset) (\w+)=?(.*)", command)
-    if re.match("export (LD_PRELOAD|GLIBC_TUNABLES)|ulimit ", command):  # for a new process
-        return [command, "and start Jupyter again from this shell"]
-    if variable:
-        name, value = variable.groups()
-        value = value.strip("'")  # %env would keep the quotes
-        again = "and run the cell again; after an import: calcops_jit.reload()"
-        return [f"%env {name}={value}", again, *others]
-    if re.match(r"(?:find|less|c\+\+filt|pip|\S*python\S*) ", command):
-        command = re.sub("^less ", "cat ", command)  # a cell has no keyboard
-        return [f"!{command}", *others]
-    return [fix]
 
 
 def explain(what: str, output: str, log: str = "", unknown: BuildError | None = None) -> BuildError:
@@ -202,10 +125,8 @@ def explain(what: str, output: str, log: str = "", unknown: BuildError | None = 
     If the cause is unknown, this is `unknown`, or an error with the last lines of the output.
     """
     output = re.sub("\x1b\\[[0-9;]*m", "", output)  # colours
-    of_machine = _table(_CAUSES_OF_MACHINE)
-    for pattern, cause, fix in of_machine + _table(_CAUSES):
-        skipped = f"{_QUOTED}|{_REMARK}" if (pattern, cause, fix) in of_machine else _QUOTED
-        if match := _search(pattern, output, skipped):
+    for pattern, cause, fix in _table(_CAUSES):
+        if match := _search(pattern, output):
             line = output[output.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0]
             groups = filter(None, match.groups())
             return report(f"{what}: {cause}", [line.strip()], fix.format(*groups), log)
@@ -246,11 +167,11 @@ def _explain_line(what: str, error: re.Match, output: str, log: str) -> BuildErr
     return report(f"{what}: error at {place}", evidence, fix, log)
 
 
-def warnings_of(output: str) -> list[str]:
-    """Return the lines of compilers that warn about a user's sources."""
-    output = re.sub("\x1b\\[[0-9;]*m", "", output)
-    found = re.finditer(rf"{_PLACE} warning\b.*", output, re.MULTILINE)
-    return list(dict.fromkeys(line[0] for line in found if not re.match(_FOREIGN, line["at"])))
+def warnings_of(log: str) -> list[str]:
+    """Return the first lines of a log in which compilers warn."""
+    with open(log, encoding="utf-8", errors="replace") as file:
+        found = re.finditer(rf"{_PLACE} warning\b.*", file.read(), re.MULTILINE)
+    return list(dict.fromkeys(line[0] for line in found))[:_MAX_WARNINGS]
 
 
 def _table(causes: str) -> list[tuple[str, str, str]]:
@@ -262,9 +183,9 @@ def _table(causes: str) -> list[tuple[str, str, str]]:
     ]
 
 
-def _search(pattern: str, output: str, skipped: str) -> re.Match | None:
-    """Return the first match of a cause that does not begin in a skipped line."""
-    spans = [match.span() for match in re.finditer(skipped, output, re.MULTILINE)]
+def _search(pattern: str, output: str) -> re.Match | None:
+    """Return the first match of a cause that does not begin in a line of a source."""
+    spans = [match.span() for match in re.finditer(_QUOTED, output, re.MULTILINE)]
     for match in re.finditer(pattern, output, re.MULTILINE):
         if not any(start <= match.start() < end for start, end in spans):
             return match

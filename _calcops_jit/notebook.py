@@ -6,7 +6,6 @@ import atexit
 import builtins
 import functools
 import os
-import re
 import shlex
 import shutil
 import tempfile
@@ -18,11 +17,10 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from . import library
 from .cache import write_whole
 from .inputs import digest
-from .messages import BuildError, ShortErrors
+from .messages import BuildError
 from .request import CELLS, request_for
 
 _loaded: dict[str, str] = {}  # {source: text of the last cell that was loaded}
-_bound: dict[str, dict] = {}  # {name: {operator: handle} that its last cell defined}
 
 
 @functools.cache
@@ -50,11 +48,6 @@ def _folder() -> str:
     help="more flags for the compiler, nvcc with --cuda: --cflags='-O2 -g'",
 )
 @argument("--ldflags", action="append", default=[], help="more flags for the linker")
-@argument(
-    "--overwrite",
-    action="store_true",
-    help="name the operators in the notebook even if it uses such a name for something else",
-)
 @argument(
     "--check",
     action="store_true",
@@ -86,40 +79,26 @@ def operator(line: str, cell: str) -> None:
         "beside": os.getcwd(),
     }
     try:
-        with ShortErrors():
-            wanted = request_for(options.name, source, **settings)
-            loaded = library.obtain(wanted)
+        loaded = library.obtain(request_for(options.name, source, **settings))
     except BaseException as error:
         if source in _loaded:  # so that reload() does not build the cell that failed
             write_whole(source, _loaded[source].encode())
         if isinstance(error, (BuildError, ValueError)):
-            what = str(error).replace(source, "cell").partition("; `extra_include_paths`")[0]
-            what = what.replace("extra_include_paths", "--cflags=-I...")
-            what = re.sub(r"=\['(\S+)'\]", r"=\1", what).replace("extra_", "--")
-            error = BuildError(what.replace("calcops_jit.load:", "%%operator:"))
+            error = BuildError(str(error).replace(source, "cell"))
         raise error from None
     _loaded[source] = text
     for handle in loaded.operators.values():
         print(handle.__doc__.partition("\n\n")[0])  # its schemas
-    _bind(options.name, loaded.operators, options.overwrite)
+    _bind(loaded.operators)
 
 
-def _bind(library_name: str, operators: dict, overwrite: bool) -> None:
+def _bind(operators: dict) -> None:
     """Define a cell's operators in the notebook, except under names that mean something else."""
     shell = get_ipython()
-    earlier = _bound.get(library_name, {})
-    ours = [*operators.values(), *earlier.values()]
-    for name, handle in earlier.items():
-        if name not in operators and shell.user_ns.get(name) is handle:
-            del shell.user_ns[name]
-            print(f"`{name}` is gone: the cell has no such operator any more")
     taken = vars(builtins) | shell.user_ns
-    bound = {}
     for name, handle in operators.items():
-        if overwrite or name not in taken or any(taken[name] is one for one in ours):
-            bound[name] = handle
+        if taken.get(name, handle) is handle:
+            shell.push({name: handle})
         else:
             path = handle._qualified_op_name.replace("::", ".")
-            print(f"`{name}` has another meaning here: call torch.ops.{path}, or use --overwrite")
-    shell.push(bound)
-    _bound[library_name] = bound
+            print(f"`{name}` has another meaning here: call torch.ops.{path}")
