@@ -69,7 +69,7 @@ def _built_in(entry: str, request: Request, reasons: list[str]) -> Build:
     log = _log(folder)
     with (
         Child(lambda: _build(request, entry), log) as child,
-        Progress(title, lambda: _progress(folder)) as shown,
+        Progress(title, lambda: progress(folder)) as shown,
     ):
         try:
             product, inputs = child.result(shown.update)
@@ -116,13 +116,15 @@ def _registered(request: Request, product: str, inputs: Inputs, log: str) -> dic
             raise explain(f"cannot load {request.name}", "\n".join(lines), "", unknown) from None
 
 
-def _progress(folder: str) -> str:
+def progress(folder: str) -> str:
     """Return a line of progress of the build in a folder."""
-    names = targets(folder)
+    names: list[str] = []
     awaited = ""
-    if os.path.isfile(f"{folder}/.unfinished"):  # a FIFO would block
-        with contextlib.suppress(OSError), open(f"{folder}/.unfinished") as file:
-            awaited = file.read()
+    with contextlib.suppress(OSError):  # the child may remove a file
+        names = targets(folder)
+        if os.path.isfile(f"{folder}/.unfinished"):  # a FIFO would block
+            with open(f"{folder}/.unfinished") as file:
+                awaited = file.read()
     if not names:  # build.ninja is not written yet
         return f"[0/?] {awaited}".rstrip()
     waiting = [name for name in names if not os.path.exists(f"{folder}/{name}")]

@@ -183,7 +183,7 @@ def test_of_sources_with_one_base_name_only_the_edited_one_is_compiled(checkout,
 
 def test_the_flags_of_the_runtime_are_an_input_of_each_library(checkout):
     checkout.put("mine.cpp", "")
-    script = "from _calcops_jit.request import request_for; print(request_for('mine', {!r}).slot)"
+    script = "from _calcops_jit.request import request_for; print(request_for('mine', {!r}).entry)"
     script = script.format(f"{checkout.project}/mine.cpp")
     before = checkout.run(script).out
     text = (checkout.path / "_calcops_jit/request.py").read_text()

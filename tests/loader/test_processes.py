@@ -299,7 +299,6 @@ def test_a_signal_ends_a_build_at_once_and_the_next_one_is_sound(checkout):
         builder.send_signal(number)
         errors = builder.communicate(timeout=30)[1]
         assert builder.returncode == -number
-        assert len(errors.splitlines()) <= 14, errors
         assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
         wait_for(lambda: not processes_in(checkout.cache))
     checkout.slow.unlink()

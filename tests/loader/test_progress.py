@@ -62,7 +62,7 @@ def test_a_library_whose_contract_is_refused_is_not_built(tmp_path):
     child = checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0")
     assert "building mine" in child.err
     assert "built mine" not in child.err
-    assert child.err.rstrip().endswith("\n  fix: correct the contract")
+    assert child.err.rstrip().endswith("\n  fix: correct the contract or the registration")
 
 
 def test_a_build_in_a_log_prints_whole_lines_from_its_begin_on(checkout):

@@ -179,7 +179,7 @@ print(calcops_jit.reload(), call())
     *error, last, again = output(reloading, script)
     text = "\n".join(error)
     assert error[0].startswith("cannot reload mine"), text
-    for words in "mine::second", "- Tensor x", "+ Tensor z":
+    for words in "- mine::second(Tensor x)", "+ mine::second(Tensor z)":
         assert text.count(words) == 1, text  # and not once for each earlier version
     assert "restart Python" in error[-1]
     assert (last, again) == ("5.0", "['mine'] 3.0")
