@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkout import ANSWER, CONTRACT, LOAD, Checkout
+from checkout import ANSWER, CONTRACT, LOAD, Checkout, with_file
 
 import calcops_jit
 from _calcops_jit import request
@@ -316,3 +316,12 @@ def test_verbose_prints_the_commands(checkout):
     child = checkout.load(verbose=True)
     assert re.search(r"-c \S*mine\.cpp", child.out + child.err)
     assert Path(checkout.libraries("mine")[0]).exists()
+
+
+@pytest.mark.parametrize("total, collects_late", [("24000000", True), ("2000000", False)])
+def test_gcc_saves_memory_on_a_machine_that_has_little(checkout, total, collects_late):
+    meminfo = with_file("/proc/meminfo", f"MemTotal: {total} kB\nMemAvailable: {total} kB\n")
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    script = meminfo + LOAD.format(options={})
+    assert checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0").out == "1\n"
+    assert ("ggc-min-heapsize" in checkout.commands()[0]) is collects_late
