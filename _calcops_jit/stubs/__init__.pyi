@@ -6,7 +6,7 @@ from _calcops_jit.operators import *
 
 from collections.abc import Callable, Sequence
 
-def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | str | None=None, native: bool=False, check: bool=False, **torch_options) -> Library:
+def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=None, extra_cuda_cflags: str | Sequence[str] | None=None, extra_ldflags: str | Sequence[str] | None=None, extra_include_paths: _Paths | None=None, *, verbose: bool=False, with_cuda: bool | str | None=None, native: bool=False, check: bool=False) -> Library:
     """Return the library of operator sources, which is built once and then cached.
 
     The sources register their operators with a contract or TORCH_LIBRARY. After an edit, the next
@@ -33,8 +33,6 @@ def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=No
         check: make an index that is out of bounds an error of the call. This is for views of a
             contract's kernels, and slower. The same call with another `check` exchanges the
             kernels of the library in place.
-        **torch_options: the other options of torch.utils.cpp_extension.load. A value that the
-            loader cannot follow raises ValueError.
 
     Returns:
         A Library: its operators are attributes, and also in the dictionary `operators`. Its `path`

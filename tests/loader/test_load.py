@@ -321,7 +321,7 @@ def test_verbose_prints_the_commands(checkout):
 @pytest.mark.parametrize("total, collects_late", [("24000000", True), ("2000000", False)])
 def test_gcc_saves_memory_on_a_machine_that_has_little(checkout, total, collects_late):
     meminfo = with_file("/proc/meminfo", f"MemTotal: {total} kB\nMemAvailable: {total} kB\n")
-    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    checkout.put("mine.cpp", ANSWER.format(f"return {total};"))
     script = meminfo + LOAD.format(options={})
-    assert checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0").out == "1\n"
+    assert checkout.run(script, cwd=checkout.project, CALCOPS_BUILD="0").out == f"{total}\n"
     assert ("ggc-min-heapsize" in checkout.commands()[0]) is collects_late
