@@ -125,7 +125,8 @@ def _variables(request: Request, folder: str, archives: list[str]) -> dict[str, 
     variables = {
         "CXX": _write_compiler(folder, "c++", request.compiler, first),
         "PATH": f"{path}:{os.path.dirname(find_ninja(request))}",
-        "MAX_JOBS": str(jobs(request)),
+        # Without archives, the runtime is compiled meanwhile, which takes as long as the operators.
+        "MAX_JOBS": str(max(1, jobs(request) - (not archives))),
         "LC_ALL": "C.UTF-8",  # messages.py knows the English messages
         "LD_PRELOAD": "",  # it may be a sanitizer for this process
         # Compiler wrappers decide by rules of their own whether an object is up to date.
