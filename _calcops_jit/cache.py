@@ -4,6 +4,7 @@
         lock                     locked (flock) by the process that builds here
         build.<machine>.<root>/  where torch and ninja build (build.py)
         failed.<...>.log         the compilers' output in the last build there that failed
+        asked.<digest>           arguments of load(), one file for each folder of sources
         <digest>/                a build, named by the digest of its contents
             <name>.so            the library
             manifest             its facts, digest, operators and inputs
@@ -129,14 +130,32 @@ def _verified(path: str):
     return open(fd, "rb")
 
 
-def newest(name: str) -> Iterator[dict]:
-    """Yield the manifests of all builds of a name, the last used first."""
+def newest(name: str) -> dict | None:
+    """Return the manifest of the build of a name that was used last; None if there is none."""
     paths = [f"{path}/manifest" for entry in entries(name) for path in builds(entry)]
     for path in sorted(paths, key=last_use, reverse=True):
         with contextlib.suppress(*UNFIT):
-            manifest = read_checked(path)
-            if manifest["facts"]["format"] and "asked" in manifest:
-                yield manifest
+            return read_checked(path)
+    return None
+
+
+def remember(request: Request) -> None:
+    """Write down the arguments of load(), for commands that are given only a name."""
+    text = json.dumps(request.asked).encode()
+    path = f"{folder()}/{request.entry}/asked.{digest(text)[:16]}"
+    if not os.path.exists(path):
+        with contextlib.suppress(OSError):  # somebody else's cache is only read
+            write_checked(path, request.asked)
+
+
+def remembered(name: str) -> list[dict]:
+    """Return the arguments of load() for a name, the newest first."""
+    paths = [path for entry in entries(name) for path in glob.glob(f"{glob.escape(entry)}/asked.*")]
+    asked = []
+    for path in sorted(paths, key=last_use, reverse=True):
+        with contextlib.suppress(*UNFIT):
+            asked.append(read_checked(path))
+    return asked
 
 
 def differences(old: dict, new: dict) -> list[str]:
@@ -193,7 +212,6 @@ def publish(entry: str, product: str, request: Request, inputs: Inputs, register
         library_digest = digest_of_open(file.fileno())
     manifest = {
         "facts": request.facts,
-        "asked": request.asked,
         "digest": library_digest,
         "inputs": vars(inputs),
         **registered,
@@ -217,7 +235,7 @@ def publish(entry: str, product: str, request: Request, inputs: Inputs, register
 
 
 def write_checked(path: str, record: dict) -> None:
-    """Write a dictionary with the key "facts", and its digest."""
+    """Write a dictionary, and its digest."""
     text = json.dumps(record).encode()
     write_whole(path, digest(text).encode() + b"\n" + text)
 

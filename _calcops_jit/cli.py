@@ -58,17 +58,28 @@ def _built(wanted: Request) -> cache.Build:
 
 
 def _request(name: str | None) -> Request:
-    """Return the Request of the operators, or of the last build of a library of `load`."""
+    """Return the Request of the operators, or of a library that was loaded by `load`.
+
+    Libraries of other folders may have the same name. Then it is the one below this folder.
+    """
     if name in (None, "calcops"):
         return request.own()
-    for manifest in cache.newest(name):
-        if manifest["asked"] and manifest["facts"]["format"] == request.FORMAT:
-            return request.request_for(**manifest["asked"])
-    entries = filter(cache.builds, cache.entries())
-    names = {os.path.basename(entry)[:-17] for entry in entries} - {"calcops", "runtime"}
-    what = f"no library `{name}` in {cache.folder()}"
-    evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
-    raise report(what, [evidence], f"calcops_jit.load({name!r}, ...) first")
+    here = f"{os.getcwd()}/"
+    known = cache.remembered(name)
+    existing = [one for one in known if all(map(os.path.exists, one["sources"]))]
+    below = [one for one in existing if all(path.startswith(here) for path in one["sources"])]
+    candidates = below or existing or known[:1]
+    if not candidates:
+        entries = filter(cache.builds, cache.entries())
+        names = {os.path.basename(entry)[:-17] for entry in entries} - {"calcops", "runtime"}
+        what = f"no library `{name}` in {cache.folder()}"
+        evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
+        raise report(what, [evidence], f"calcops_jit.load({name!r}, ...) first")
+    sources = dict.fromkeys(one["sources"][0] for one in candidates)
+    if len(sources) > 1:
+        what = f"cannot choose one of several libraries `{name}`"
+        raise report(what, list(sources), "cd to the folder of one")
+    return request.request_for(**candidates[0])
 
 
 def _where(options: argparse.Namespace) -> None:
@@ -80,7 +91,8 @@ def _where(options: argparse.Namespace) -> None:
         found = _find(wanted, [])
         choice = wanted.cuda
         print(f"cache    {cache.folder()}")
-        print(f"library  {found.path if found else 'not built yet: python -m calcops_jit build'}")
+        command = f"python -m calcops_jit build {options.name or ''}".rstrip()
+        print(f"library  {found.path if found else f'not built yet: {command}'}")
         if choice.build:
             print(f"CUDA     {choice.home}, CUDA {choice.version}, for {cuda.arch_list(choice)}")
         else:
@@ -114,7 +126,7 @@ def _why(options: argparse.Namespace) -> int:
     if found:
         print(f"nothing changed: {found.path}")
         return 0
-    last = next(cache.newest(wanted.name), None)
+    last = cache.newest(wanted.name)
     if not reasons and last:
         reasons = cache.differences(last["facts"], wanted.facts)
     print(reasons[0] if reasons else "it was never built")
@@ -125,7 +137,7 @@ def _export(options: argparse.Namespace) -> None:
     """write a folder with the built operators, for C++ programs"""
     wanted = request.own()
     release = torch.__version__.partition("+")[0]
-    libraries = "-ltorch_cpu -lc10"
+    libraries = "-ltorch -ltorch_cpu -lc10"  # a package of AOTInductor needs libtorch.so
     if wanted.cuda.build:
         libraries = f"-ltorch_cuda {libraries}"
     words = {
@@ -140,10 +152,9 @@ def _export(options: argparse.Namespace) -> None:
         "lib/pkgconfig/calcops.pc": "templates/calcops.pc",
         "lib/cmake/calcops/calcops-config.cmake": "templates/calcops-config.cmake",
     }
-    others = [_request(name) for name in options.name]
-    files = {
-        f"lib/lib{each.name}.so": Path(_built(each).path).read_bytes() for each in [wanted, *others]
-    }
+    libraries = [wanted, *map(_request, options.name)]
+    files = {f"lib/lib{each.name}.so": Path(_built(each).path).read_bytes() for each in libraries}
+    words["names"] = " ".join(each.name for each in libraries)
     for target, template in templates.items():
         text = Path(LOADER, template).read_text()
         files[target] = re.sub("@(\\w+)@", lambda match: words[match[1]], text).encode()

@@ -161,6 +161,8 @@ def _load_once(library: Library, wanted: Request, may_build: bool) -> bool:
 
         build = built(wanted, reasons)
     if build:
+        if wanted.name != "calcops":
+            cache.remember(wanted)
         with contextlib.suppress(FileNotFoundError):  # another process has emptied the cache
             library._exchange(wanted, build)
             return True

@@ -20,7 +20,7 @@ from . import cuda
 from .inputs import TORCH, digest
 from .processor import MACHINE, features
 
-FORMAT = 12  # the version of the cache's format
+FORMAT = 13  # the version of the cache's format
 LOADER = os.path.dirname(os.path.realpath(__file__))
 
 

@@ -34,9 +34,7 @@ if(NOT TARGET calcops::calcops)
   target_link_libraries(calcops::calcops INTERFACE
     "-Wl,--push-state,--no-as-needed @libraries@ -lcalcops -Wl,--pop-state")
 endif()
-file(GLOB _calcops_libraries RELATIVE "${_calcops_prefix}/lib" "${_calcops_prefix}/lib/lib*.so")
-foreach(_calcops_library ${_calcops_libraries})
-  string(REGEX REPLACE "^lib(.*)\\.so$" "\\1" _calcops_library "${_calcops_library}")
+foreach(_calcops_library @names@)
   if(NOT TARGET calcops::${_calcops_library})
     add_library(calcops::${_calcops_library} INTERFACE IMPORTED)
     target_link_libraries(calcops::${_calcops_library} INTERFACE calcops::calcops

@@ -6,16 +6,10 @@
 `density` serves NEPs; `environment_spline`, `tabulated_sum` and `matrix_product` serve Deep
 Potentials. README.md describes them. `library` is a calcops_jit.Library: its `path` is that of the
 .so for C++ programs.
-
-With CALCOPS_BUILD=0 nothing is loaded, so that linters can import what imports this module.
 """
 
-import os
 from pathlib import Path
 
 import calcops_jit
 
-if os.environ.get("CALCOPS_BUILD") != "0":
-    library = calcops_jit.load(
-        "calcops_models", Path(__file__).parent, native=True, with_cuda="auto"
-    )
+library = calcops_jit.load("calcops_models", Path(__file__).parent, native=True, with_cuda="auto")

@@ -199,7 +199,9 @@ def metadata_of(model, dtype, device, arguments):
 def own_names(operators):
     """Return the names, without overloads, of operators that are none of PyTorch's."""
     names = {operator.partition(".")[0] for operator in operators}
-    return " ".join(sorted(name for name in names if not name.startswith(("aten::", "prim"))))
+    return " ".join(
+        sorted(name for name in names if not name.startswith(("aten::", "prim::", "prims::")))
+    )
 
 
 @contextlib.contextmanager
@@ -293,7 +295,7 @@ def refusals(path):
             ) from error
         raise ValueError(
             f"expected a model that save() wrote, got {path}, "
-            f"perhaps a checkpoint of torch.save: {str(error).partition(chr(10))[0]}"
+            f"perhaps a checkpoint of torch.save: {str(error).strip().partition(chr(10))[0]}"
         ) from error
 
 

@@ -39,10 +39,30 @@ def test_a_home_of_an_unknown_user_is_a_folder_of_this_name_as_in_a_shell(shared
     assert where.out.startswith("cache    /~nosuch/x\n")
 
 
+def test_a_name_means_the_library_of_this_folder(checkout):
+    """Equal sources in two folders share a build. The commands know both folders."""
+    for name in "first", "second":
+        checkout.put(f"{name}/mine.cpp", ANSWER.format("return 1;"))
+        checkout.loaded(sources=[f"{name}/mine.cpp"])
+    assert checkout.compiled() == 1
+    checkout.put("second/mine.cpp", ANSWER.format("return 2;"))
+    first, second = (
+        checkout.main("why", "mine", cwd=checkout.project / name) for name in ("first", "second")
+    )
+    assert first.out.startswith("nothing changed: ")
+    assert f"{checkout.project}/second/mine.cpp changed" in second.out
+    unclear = checkout.main("export", "exported", "mine", cwd=checkout.project)
+    assert (unclear.code, "cannot choose one of several libraries `mine`" in unclear.err) == (1, True)
+    assert f"{checkout.project}/first/mine.cpp" in unclear.err
+    assert not (checkout.project / "exported").exists()
+    (checkout.project / "second/mine.cpp").unlink()
+    assert checkout.main("where", "mine", cwd="/").code == 0
+
+
 def test_clean_says_how_many_libraries_it_removed(checkout):
     assert checkout.main("clean").err.endswith(f"libraries in {checkout.cache}: 0 removed\n")
     checkout.main("build")
-    assert checkout.main("clean").err.endswith(" 3 removed\n")
+    assert checkout.main("clean").err.endswith(" 2 removed\n")
     assert checkout.main("clean").err.endswith(f"libraries in {checkout.cache}: 0 removed\n")
 
 

@@ -69,11 +69,10 @@ def test_only_the_packages_that_call_the_operators_load_them():
         assert printed == f"{expected}\n", module
 
 
-def test_with_calcops_build_0_the_packages_import_without_a_library(tmp_path):
-    script = "import calcops.nep, calcops.train.deep_potential"
-    cache = tmp_path / "cache"
-    run(sys.executable, "-c", script, CALCOPS_BUILD="0", CALCOPS_CACHE=str(cache))
-    assert not cache.exists()
+def test_calcops_build_0_leaves_out_only_the_operators_of_calcops_jit(two_libraries):
+    child = two_libraries.run("import calcops.ops; print(calcops.ops.library)", CALCOPS_BUILD="0")
+    assert "calcops_models.so" in child.out, child.err
+    assert not two_libraries.libraries()
 
 
 @pytest.mark.parametrize("name", MOVED)

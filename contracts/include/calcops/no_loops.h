@@ -2,6 +2,6 @@
 // GCC could make faster, and compile in 70 % of the time.
 #pragma once
 
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("O1")
 #endif
