@@ -74,7 +74,8 @@ def _request(name: str | None) -> Request:
         names = {os.path.basename(entry)[:-17] for entry in entries} - {"calcops", "runtime"}
         what = f"no library `{name}` in {cache.folder()}"
         evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
-        raise report(what, [evidence], f"calcops_jit.load({name!r}, ...) first")
+        fix = f"calcops_jit.load({name!r}, ...) first"
+        raise report(what, [evidence], f"{fix}; if it is prebuilt, CALCOPS_CFLAGS=-march=native")
     sources = dict.fromkeys(one["sources"][0] for one in candidates)
     if len(sources) > 1:
         what = f"cannot choose one of several libraries `{name}`"

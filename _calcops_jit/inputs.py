@@ -53,9 +53,15 @@ class Inputs(SimpleNamespace):
         self.check_others(request)
 
     def changed_files(self, request) -> list[str]:
-        """Return the files that are not the same."""
+        """Return the files that are not the same.
+
+        Another machine may lack files that do not lie beside the sources of a prebuilt library.
+        """
         states = {request.unfold(path): state for path, state in self.files.items()}
-        return [path for path, state in states.items() if state_of(path) != state]
+        changed = [path for path, state in states.items() if state_of(path) != state]
+        if request.portable:
+            changed = [p for p in changed if request.fold(p)[0] == "@" or os.path.exists(p)]
+        return changed
 
     def check_others(self, request) -> None:
         """Compare everything but the files with the disk. Changed: something differs."""

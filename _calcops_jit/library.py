@@ -181,7 +181,10 @@ def _take_prebuilt(library: Library, wanted: Request) -> bool:
         if build:
             library._exchange(wanted, build)
             return True
-    except BuildError as error:  # this system's C library may be too old for it
+    except BuildError as error:
+        if not str(error).startswith(f"cannot load {wanted.name}.so"):
+            raise
+        # This system's C library may be too old for it.
         reasons.append(" ".join(line.strip() for line in str(error).splitlines()[:2]))
     if reasons:
         say(f"the prebuilt {wanted.name} does not fit: {reasons[0]}")
@@ -196,8 +199,10 @@ def _find_loaded(wanted: Request) -> Library:
     if wanted.is_cell:
         return _cell(wanted.name) or Library(wanted)
     for library in _loaded:
-        have_equal_arguments = _arguments(library._request) == _arguments(wanted)
-        if have_equal_arguments and _spellings(library._request) & _spellings(wanted):
+        loaded = library._request
+        have_equal_arguments = _arguments(loaded) == _arguments(wanted)
+        have_equal_folders = _folders(loaded) & _folders(wanted)
+        if have_equal_arguments and have_equal_folders and _spellings(loaded) & _spellings(wanted):
             return library
     return Library(wanted)
 
@@ -211,10 +216,15 @@ def _cell(name: str) -> Library | None:
 
 
 def _arguments(wanted: Request) -> dict:
-    """Return the arguments of load() besides the sources and `check`."""
+    """Return the arguments of load() besides the sources, the include paths and `check`."""
     ldflags = [_followed(flag) for flag in wanted.asked["extra_ldflags"]]
-    others = {"extra_ldflags": ldflags, "extra_include_paths": wanted.include_paths}
-    return wanted.asked | others | {"sources": (), "check": False}
+    others = {"extra_ldflags": ldflags, "extra_include_paths": (), "sources": (), "check": False}
+    return wanted.asked | others
+
+
+def _folders(wanted: Request) -> set[tuple[str, ...]]:
+    """Return a library's include paths as given and by the real paths. A link may have moved."""
+    return {wanted.include_paths, tuple(wanted.asked["extra_include_paths"])}
 
 
 def _spellings(wanted: Request) -> set[tuple[str, ...]]:
@@ -240,7 +250,8 @@ def reload() -> list[str]:
     with _exchanges() as changed:
         failure = None
         for library in _loaded:
-            if not any(map(os.path.exists, library._request.asked["sources"])):
+            existing = filter(os.path.exists, library._request.asked["sources"])
+            if not request.files_of([*existing]):
                 continue
             try:
                 _load(library, request.again(library._request, _followed), may_build=True)
@@ -288,6 +299,8 @@ def _state(library: Library) -> tuple:
     """Return a value that changes when a file of a library changes, appears or disappears."""
     paths = set().union(*_spellings(library._request))
     folders = {library._request.root, *library._request.include_paths, *map(os.path.dirname, paths)}
+    for folder in filter(os.path.isdir, library._request.asked["sources"]):
+        folders.update(place for place, _, _ in os.walk(folder))  # a new one may have sources
     inputs = library._build.inputs
     files = {*paths, *map(library._request.unfold, inputs.files)}
     names = {folder: sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import shutil
 
 from . import cache, cuda
@@ -25,9 +26,7 @@ from .processor import MACHINE, lacking
 from .request import Request, request_of
 
 _PROCESSOR = "-march=x86-64-v3"
-_WITHOUT_CUDA = cuda.Choice(
-    reason="the prebuilt library is for CPUs", fix="CALCOPS_CUDA=1 python -m calcops_jit build"
-)
+_WITHOUT_CUDA = cuda.Choice(reason="the prebuilt library is for CPUs", fix="export CALCOPS_CUDA=1")
 
 
 def find(wanted: Request, reasons: list[str]) -> Build | None:
@@ -39,7 +38,9 @@ def find(wanted: Request, reasons: list[str]) -> Build | None:
         try:
             return _checked(path, wanted)
         except cache.UNFIT as problem:
-            reasons.append(str(problem))
+            # The reason of the library for this PyTorch comes first.
+            is_other = str(problem).startswith("PyTorch: ")
+            reasons.insert(len(reasons) if is_other else 0, str(problem))
     return None
 
 
@@ -51,7 +52,7 @@ def _paths(wanted: Request) -> list[str]:
 
 def _checked(path: str, wanted: Request) -> Build:
     """Return the build in a folder. UNFIT: it does not fit this machine."""
-    facts = cache.read_checked(f"{path}/manifest")["facts"]
+    facts = cache.read_checked(f"{path}/manifest", is_shipped=True)["facts"]
     choice = cuda.Choice() if wanted.asked["with_cuda"] is False else _WITHOUT_CUDA
     if "CUDA" in facts:
         version, arches = facts["CUDA"]
@@ -60,10 +61,12 @@ def _checked(path: str, wanted: Request) -> Build:
     problem = lacking(facts["portable"]) or _other_cuda(wanted.cuda, choice)
     if flags and wanted.asked["native"]:
         problem = f"CALCOPS_CFLAGS={flags}"
-    if problem:
-        raise ValueError(problem)
     portable = request_of(wanted.asked, choice, facts["portable"])
-    for difference in cache.differences(facts, portable.facts):
+    differences = cache.differences(facts, portable.facts)
+    differences.sort(key=lambda line: not line.startswith("PyTorch: "))
+    if problem and not any(line.startswith("PyTorch: ") for line in differences):
+        raise ValueError(problem)
+    for difference in differences:
         raise ValueError(difference)
     return cache.checked(path, portable)
 
@@ -101,6 +104,8 @@ def write(wanted: Request) -> str:
         choice = cuda.choose(needed=True)
     portable = request_of(wanted.asked, choice, flags)
     foreign = [path for path in portable.include_paths if portable.fold(path)[0] != "@"]
+    own_flags = " ".join([*wanted.asked["extra_cflags"], *wanted.asked["extra_cuda_cflags"]])
+    bound = re.search(r"-m(?:arch|cpu)=\S+", own_flags)
     for is_wrong, evidence, fix in (
         (MACHINE != "x86_64", f"this is {MACHINE}", "build on the other machine"),
         (
@@ -108,6 +113,7 @@ def write(wanted: Request) -> str:
             f"{''.join(foreign[:1])} is outside of {portable.root}",
             "move its headers there",
         ),
+        (bound, f"its flags have {bound and bound[0]}", "use native=True in place of it"),
         (lacking(flags), lacking(flags), f"CALCOPS_CFLAGS={_PROCESSOR}"),
     ):
         if is_wrong:
@@ -127,10 +133,9 @@ def write(wanted: Request) -> str:
         cache.remove(os.path.dirname(path))
     target = f"{portable.root}/prebuilt/{portable.entry}/{found.digest}"
     shutil.copytree(os.path.dirname(found.path), target)
-    # Every machine can compare the files beside the library.
+    # Every machine can look into the folders of the package.
     inputs = vars(found.inputs)
-    files = {path: state for path, state in inputs["files"].items() if path[0] == "@"}
     absent = {path: names for path, names in inputs["absent"].items() if path[0] == "@"}
-    portable_inputs = inputs | {"files": files, "absent": absent}
+    portable_inputs = inputs | {"absent": absent}
     cache.write_checked(f"{target}/manifest", found.manifest | {"inputs": portable_inputs})
     return f"{target}/{portable.product}"

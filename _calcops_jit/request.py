@@ -275,7 +275,7 @@ def request_for(
     """
     given = _absolute("sources", sources)
     _check_name(name, given)
-    cuda_sources = [path for path in _files_of(given) if path.endswith(".cu")]
+    cuda_sources = [path for path in files_of(given) if path.endswith(".cu")]
     if with_cuda not in (None, False, True, "auto"):
         what = f"expected `with_cuda` None, True, False or 'auto', got {with_cuda!r}"
         raise ValueError(f"calcops_jit.load: {what}")
@@ -296,7 +296,7 @@ def request_for(
         "check": bool(check),
         "beside": beside,
     }
-    choice = cuda.choose(needed=with_cuda is True) if with_cuda else cuda.Choice()
+    choice = cuda.choose(needed=with_cuda != "auto") if with_cuda else cuda.Choice()
     return request_of(asked, choice, verbose=verbose)
 
 
@@ -310,7 +310,14 @@ def request_of(asked: dict, choice: cuda.Choice, portable: str = "", verbose=Fal
         verbose: whether to print what ninja prints.
     """
     name = asked["name"]
-    paths = _files_of(asked["sources"])
+    # A source that is a link is not resolved, because compilers search headers beside the link.
+    paths = [
+        os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        for path in files_of(asked["sources"])
+    ]
+    given = [os.path.realpath(path) for path in asked["sources"] if os.path.isdir(path)]
+    root = os.path.commonpath([*given, *map(os.path.dirname, paths)] or ["/"])
+    without = ""
     defines = [f"-DTORCH_EXTENSION_NAME={name}", *([CHECK] if asked["check"] else [])]
     cflags = [*defines]
     extra: list[str] = []
@@ -320,23 +327,21 @@ def request_of(asked: dict, choice: cuda.Choice, portable: str = "", verbose=Fal
         fix = choice.fix if name == "calcops" else choice.fix.replace(" build", f" build {name}")
         reason = f"{choice.reason}; {fix}"  # without a $; its quotes get lost
         cflags.append(f"-DCALCOPS_NO_CUDA='\"{reason}\"'")  # a string literal, quoted for a shell
+        without = f" besides .cu, since CUDA is not built: {reason}"
     if not paths:
-        raise ValueError("calcops_jit.load: expected `sources` with at least one file, got none")
+        what = f"expected `sources` with at least one file{without}, got none"
+        raise ValueError(f"calcops_jit.load: {what}")
     if asked["native"]:
-        extra = [] if portable else words_of("CALCOPS_CFLAGS")
+        extra = [] if portable else list(map(quoted, words_of("CALCOPS_CFLAGS")))
         # Without -fopenmp, parallel_for is a plain loop. The library loads torch's libgomp, because
         # torch's folder is in its rpath.
         cflags += [portable or _THIS_PROCESSOR, "-fopenmp", "-Wall"]
         ldflags = ["-fopenmp", *extra]
-    given = [os.path.realpath(path) for path in asked["sources"] if os.path.isdir(path)]
-    # A source that is a link is not resolved, because compilers search headers beside the link.
-    real = [os.path.join(os.path.realpath(os.path.dirname(p)), os.path.basename(p)) for p in paths]
-    root = os.path.commonpath([*given, *map(os.path.dirname, real)])
     return Request(
         name=name,
         product=f"{name}.so",
-        root=os.path.dirname(real[0]) if root == "/" else root,
-        sources=tuple(real),
+        root=os.path.dirname(paths[0]) if root == "/" else root,
+        sources=tuple(dict.fromkeys(paths)),
         cflags=(*BASE, *cflags, *asked["extra_cflags"], *extra),
         cuda_cflags=(*CUDA_BASE, *defines, *asked["extra_cuda_cflags"]),
         ldflags=(*asked["extra_ldflags"], *ldflags, "-ltorch_python"),
@@ -370,7 +375,7 @@ def again(request: Request, followed: Callable[[str], str]) -> Request:
     return request_for(**request.asked | {"extra_ldflags": ldflags})
 
 
-def _files_of(paths: list[str]) -> list[str]:
+def files_of(paths: list[str]) -> list[str]:
     """Return the absolute paths of the sources, which exist. A folder stands for those in it."""
     files = []
     for path in paths:
@@ -387,12 +392,13 @@ def _files_of(paths: list[str]) -> list[str]:
 
 
 def _sources_in(folder: str) -> list[str]:
-    """Return the sources in a folder and in its folders. Hidden ones and `_folder` are left out."""
-    with os.scandir(folder) as found:
-        names = sorted(entry.name for entry in found if entry.is_dir())
-    folders = [folder, *(f"{folder}/{name}" for name in names if name[0] not in "._")]
-    files = [f"{place}/{name}" for place in folders for name in sorted(os.listdir(place))]
-    return [file for file in files if file.endswith(SOURCES) and "/." not in file]
+    """Return the sources below a folder, but not hidden ones, nor those below a `_folder`."""
+    files = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name[0] not in "._")
+        paths = [f"{place}/{name}" for name in sorted(names) if name[0] != "."]
+        files += [path for path in paths if path.endswith(SOURCES) and os.path.isfile(path)]
+    return files
 
 
 def _absolute(argument: str, value) -> list[str]:

@@ -52,7 +52,10 @@ def test_a_name_means_the_library_of_this_folder(checkout):
     assert first.out.startswith("nothing changed: ")
     assert f"{checkout.project}/second/mine.cpp changed" in second.out
     unclear = checkout.main("export", "exported", "mine", cwd=checkout.project)
-    assert (unclear.code, "cannot choose one of several libraries `mine`" in unclear.err) == (1, True)
+    assert (unclear.code, "cannot choose one of several libraries `mine`" in unclear.err) == (
+        1,
+        True,
+    )
     assert f"{checkout.project}/first/mine.cpp" in unclear.err
     assert not (checkout.project / "exported").exists()
     (checkout.project / "second/mine.cpp").unlink()

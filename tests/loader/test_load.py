@@ -193,6 +193,50 @@ def test_a_folder_stands_for_the_sources_in_it_and_follows_new_ones(checkout):
     assert [line for line in checkout.commands() if "new.cpp" in line]
 
 
+def test_a_folder_below_a_hidden_one_deep_folders_and_a_source_named_twice_are_built_once(checkout):
+    checkout.put(".hidden/mine/a/b/deep.cpp", ANSWER.format("return 8;"))
+    checkout.put(".hidden/mine/_left_out/c/no.cpp", "#error no\n")
+    (checkout.project / ".hidden/mine/dangling.cpp").symlink_to("nowhere")
+    sources = [".hidden/mine", ".hidden/mine/a", ".hidden/mine/a/b/deep.cpp"]
+    assert checkout.loaded(sources=sources) == 8
+    assert checkout.compiled() == 1
+
+
+EMPTIED = """
+import os, calcops_jit
+library = calcops_jit.load("mine", "mine")
+os.unlink("mine/mine.cpp")
+print(calcops_jit.reload())
+os.rename("other", "mine/new")
+print(calcops_jit.reload())
+"""
+
+
+def test_a_folder_without_sources_stays_as_it_is_until_there_are_new_ones(checkout):
+    checkout.put("mine/mine.cpp", ANSWER.format("return 1;"))
+    checkout.put("other/new.cpp", ANSWER.format("return 2;"))
+    child = checkout.run(EMPTIED, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "[]\n['mine']\n", child.err
+
+
+MOVED_LINK = """
+import ctypes, os, calcops_jit
+os.symlink("first", "link")
+library = calcops_jit.load("mine", "link")
+print(ctypes.CDLL(library.path).answer())
+os.unlink("link")
+os.symlink("second", "link")
+print(calcops_jit.load("mine", "link") is library, ctypes.CDLL(library.path).answer())
+"""
+
+
+def test_a_folder_behind_a_link_that_moves_stays_one_library(checkout):
+    for number, name in enumerate(("first", "second")):
+        checkout.put(f"{name}/mine.cpp", ANSWER.format(f"return {number};"))
+    child = checkout.run(MOVED_LINK, cwd=checkout.project, CALCOPS_BUILD="0")
+    assert child.out == "0\nTrue 1\n", child.err
+
+
 def test_a_native_library_has_the_processor_openmp_and_the_flags_of_the_environment(checkout):
     macros = "#if !defined(_OPENMP) || !defined(FROM_ENVIRONMENT)\n#error no\n#endif\n"
     checkout.put("mine.cpp", macros + ANSWER.format("return FROM_ENVIRONMENT;"))

@@ -319,3 +319,28 @@ def test_a_library_that_only_this_machine_could_use_is_not_prebuilt(checkout, tm
     assert checkout.load(extra_include_paths=[str(tmp_path / "include")]).code == 0
     child = checkout.main("prebuild", "mine", cwd=checkout.project)
     assert (child.code, "include is outside of" in child.err) == (1, True), child.err
+
+
+def test_a_prebuilt_library_follows_a_header_outside_of_its_sources(checkout):
+    checkout.put("mine/mine.cpp", "#include <outside.h>\n" + ANSWER.format("return OUTSIDE;"))
+    checkout.put("include/outside.h", "#define OUTSIDE 2\n")
+    options = {"sources": "mine", "extra_cflags": [f"-I{checkout.project}/include"]}
+    assert checkout.loaded(**options) == 2
+    assert checkout.main("prebuild", "mine", cwd=checkout.project).code == 0
+    shutil.rmtree(checkout.cache)
+    assert checkout.loaded(**options, **NO_COMPILER) == 2
+    checkout.put("include/outside.h", "#define OUTSIDE 5\n")
+    assert "outside.h changed" in checkout.load(**options, **NO_COMPILER).err
+
+
+def test_a_library_with_flags_for_one_processor_is_not_prebuilt(checkout):
+    checkout.put("mine.cpp", ANSWER.format("return 1;"))
+    assert checkout.load(extra_cflags=["-march=native"]).code == 0
+    child = checkout.main("prebuild", "mine", cwd=checkout.project)
+    assert (child.code, "its flags have -march=native" in child.err) == (1, True), child.err
+
+
+def test_a_prebuilt_library_may_be_written_by_a_group_as_its_package_is(installed):
+    for path in (installed.package / "ops/prebuilt").rglob("*"):
+        path.chmod(path.stat().st_mode | 0o020)
+    assert installed.run(**NO_COMPILER).out == "3\n"
