@@ -60,7 +60,8 @@ def _built(wanted: Request) -> cache.Build:
 def _request(name: str | None) -> Request:
     """Return the Request of the operators, or of a library that was loaded by `load`.
 
-    Libraries of other folders may have the same name. Then it is the one below this folder.
+    Libraries of other folders may have the same name. Then it is the one below this folder
+    that has the shortest way to it.
     """
     if name in (None, "calcops"):
         return request.own()
@@ -76,6 +77,9 @@ def _request(name: str | None) -> Request:
         evidence = f"there are: {', '.join(sorted(names)) or 'none'}"
         fix = f"calcops_jit.load({name!r}, ...) first"
         raise report(what, [evidence], f"{fix}; if it is prebuilt, CALCOPS_CFLAGS=-march=native")
+    if below:
+        depth = min(one["sources"][0].count("/") for one in below)
+        candidates = [one for one in below if one["sources"][0].count("/") == depth]
     sources = dict.fromkeys(one["sources"][0] for one in candidates)
     if len(sources) > 1:
         what = f"cannot choose one of several libraries `{name}`"

@@ -49,7 +49,7 @@ undefined (?:reference to [`']|symbol: )([^\s'(]+)
     a function is declared but nowhere defined -> c++filt {0}; add its source, or its library in extra_ldflags
 (\S+): cannot open shared object file
     a library that it needs was not found -> find / -name '{0}' 2> /dev/null; extra_ldflags=['-Wl,-rpath,...'] takes its folder
-^\[Errno (?:1|13|28|30)\]
+^\[Errno \d+\]
     the cache cannot be written -> export CALCOPS_CACHE=<a folder of your own>
 """  # noqa: E501
 # These causes are searched only in the first error of a compiler, since it may cause the others.

@@ -16,7 +16,7 @@ def load(name: str, sources: _Paths, extra_cflags: str | Sequence[str] | None=No
         name: name of the library; also the macro TORCH_EXTENSION_NAME and the namespace of its
             contracts. It is none of PyTorch's own namespaces.
         sources: paths of .cpp and .cu files. A .c file is compiled as C++. A folder stands for all
-            sources in it and in its folders, and is searched for headers.
+            sources below it, and is searched for headers.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
             split into words as a shell would. A list is passed on as torch does, so a flag in it
             that contains a space needs quotes of its own.
