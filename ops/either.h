@@ -2,6 +2,7 @@
 // both.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -34,6 +35,11 @@ class Either {
     visit([&](auto* numbers) {
       for (int64_t k = 0; k < count; ++k) numbers[begin + k] = from[k];
     });
+  }
+
+  // Write zero to the first `count` numbers.
+  void set_zero(int64_t count) const {
+    visit([&](auto* numbers) { std::fill_n(numbers, count, 0); });
   }
 
   // Return the pointer of the type of the argument.

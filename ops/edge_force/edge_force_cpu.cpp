@@ -184,8 +184,9 @@ void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t fram
   if (!std::is_sorted(shares.begin(), shares.end(), by_frame))
     std::stable_sort(shares.begin(), shares.end(), by_frame);
 
-  size_t k = 0;
-  for (int64_t frame = 0; frame < frames; ++frame) {
+  virial.set_zero(9 * frames);
+  for (size_t k = 0; k < shares.size();) {
+    const int64_t frame = shares[k]->frame;
     Row sum[3] = {};
     for (; k < shares.size() && shares[k]->frame == frame; ++k)
       for (int a = 0; a < 3; ++a) sum[a] += shares[k]->virial[a];
@@ -268,18 +269,12 @@ int64_t sparse_force_of(const Inputs& in, const Outputs& out) {
   std::vector<double> force(3 * named.size()), atom_virial(kVirial ? 9 * named.size() : 0);
   force_of<R>(renumbered, {force.data(), out.virial, atom_virial.data()});
 
-  // The force and the virial of an atom.
-  size_t next = 0;
-  for (int64_t atom = 0; atom < in.atoms; ++atom) {
-    double of_atom[3] = {}, virial_of_atom[9] = {};
-    if (next < named.size() && named[next] == atom) {
-      std::copy_n(&force[3 * next], 3, of_atom);
-      if (kVirial) std::copy_n(&atom_virial[9 * next], 9, virial_of_atom);
-      ++next;
-    }
-    out.force.write(3 * atom, of_atom, 3);
-    if (kVirial) out.atom_virial.write(9 * atom, virial_of_atom, 9);
-  }
+  const auto spread = [&](const std::vector<double>& rows, int64_t width, const RealResults& to) {
+    to.set_zero(width * in.atoms);
+    for (size_t k = 0; k < named.size(); ++k) to.write(width * named[k], &rows[width * k], width);
+  };
+  spread(force, 3, out.force);
+  if (kVirial) spread(atom_virial, 9, out.atom_virial);
   return kNone;
 }
 
