@@ -228,10 +228,11 @@ template <class Pixel, class Real = Number<Pixel>>
   for (int64_t i = 0; i < count; ++i) out[i] = to_pixel<Pixel>(sums[0][i]);
 }
 
-// Return the weighted sum of one pixel's taps.
+// Return sum_taps(). Not inlined, so that it is compiled for each Number, not for each Pixel.
 template <int kTaps, class Real>
-[[gnu::noinline]] Real sum_cell(const Cell<kTaps>& cell, const Real (&tap)[kTaps][kTaps]) {
-  return sum_cell(cell, tap, 0, 0);
+[[gnu::noinline]] Real sum_of_pixel(const Real (&tap)[kTaps][kTaps], const Real (&x)[kTaps],
+                                    const Real (&y)[kTaps]) {
+  return sum_taps(tap, x, y);
 }
 
 // The result of one image of the batch. Weight is the type of the taps' weights.
@@ -266,8 +267,10 @@ struct Result {
   [[gnu::noinline]] void sample_folded(const FoldedTaps& taps, int64_t v, int64_t begin,
                                        int64_t count) const {
     Number<Pixel> weight_x[kTileWidth], weight_y[kTileWidth];
-    std::copy_n(taps.weight_x, count, weight_x);
-    std::copy_n(taps.weight_y, count, weight_y);
+    if (sizes.interpolation != Interpolation::kNearest) {
+      std::copy_n(taps.weight_x, count, weight_x);
+      std::copy_n(taps.weight_y, count, weight_y);
+    }
     for (int64_t c = 0; c < sizes.channels; ++c) {
       const Plane<Pixel> from = plane(c);
       if (sizes.interpolation == Interpolation::kNearest) {
@@ -296,13 +299,16 @@ struct Result {
     for (int64_t u = begin; u < end; ++u) {
       Source source;
       Cell<kTaps> cell{};
-      const bool has_source = find_cell(map, row, u, sizes, source, cell);
-      if (!has_source && sizes.border == Border::kTransparent) continue;
+      if (!find_cell(map, row, u, sizes, source, cell)) {
+        fill(v, u, u + 1);
+        continue;
+      }
+      Number<Pixel> x[kTaps], y[kTaps], tap[kTaps][kTaps];
+      round_weights(cell.x.fraction, 0, x);
+      round_weights(cell.y.fraction, 0, y);
       for (int64_t c = 0; c < sizes.channels; ++c) {
-        Number<Pixel> tap[kTaps][kTaps];
-        const Plane<Pixel> from = plane(c);
-        if (has_source) read_taps(from, cell, tap);
-        *pixels(c, v, u) = has_source ? to_pixel<Pixel>(sum_cell(cell, tap)) : from.border;
+        read_taps(plane(c), cell, tap);
+        *pixels(c, v, u) = to_pixel<Pixel>(sum_of_pixel(tap, x, y));
       }
     }
   }

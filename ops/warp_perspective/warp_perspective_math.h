@@ -398,23 +398,15 @@ CALCOPS_HD inline void read_taps(const Plane<Pixel>& plane, const Cell<kTaps>& c
       tap[y][x] = plane.template at<Real>(cell.y.tap[y], cell.x.tap[x]);
 }
 
-// Return the interpolated value, or its derivative of an order for x and y, from the taps.
-template <class Real, int kTaps>
-CALCOPS_HD inline Real sum_cell(const Cell<kTaps>& cell, const Real (&tap)[kTaps][kTaps],
-                                int order_x, int order_y) {
-  Real weight_x[kTaps], weight_y[kTaps];
-  round_weights(cell.x.fraction, order_x, weight_x);
-  round_weights(cell.y.fraction, order_y, weight_y);
-  return sum_taps(tap, weight_x, weight_y);
-}
-
-// The same from a plane.
+// Return the interpolated value, or its derivative of an order for x and y.
 template <class Real, class Pixel, int kTaps>
 CALCOPS_HD inline Real interpolate(const Plane<Pixel>& plane, const Cell<kTaps>& cell, int order_x,
                                    int order_y) {
-  Real tap[kTaps][kTaps];
+  Real tap[kTaps][kTaps], weight_x[kTaps], weight_y[kTaps];
   read_taps(plane, cell, tap);
-  return sum_cell(cell, tap, order_x, order_y);
+  round_weights(cell.x.fraction, order_x, weight_x);
+  round_weights(cell.y.fraction, order_y, weight_y);
+  return sum_taps(tap, weight_x, weight_y);
 }
 
 template <class Pixel, int kTaps>
