@@ -93,44 +93,16 @@ def write(wanted: Request) -> str:
     from .build import built
 
     flags = os.environ.get("CALCOPS_CFLAGS") or _PROCESSOR
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda.DEFAULT_ARCHES)  # no GPU is needed
-    choice = cuda.Choice()
-    if wanted.asked["with_cuda"] == "auto":
-        os.environ.setdefault("CALCOPS_CUDA", "1" if cuda.find_toolkit()[0] else "0")
-        choice = cuda.choose()
-        if not choice.build and not choice.fatal:
-            choice = _WITHOUT_CUDA
-    elif wanted.asked["with_cuda"]:
-        choice = cuda.choose(needed=True)
-    portable = request_of(wanted.asked, choice, flags)
-    foreign = [path for path in portable.include_paths if portable.fold(path)[0] != "@"]
-    own_flags = " ".join([*wanted.asked["extra_cflags"], *wanted.asked["extra_cuda_cflags"]])
-    bound = re.search(r"-m(?:arch|cpu)=\S+", own_flags)
-    for is_wrong, evidence, fix in (
-        (MACHINE != "x86_64", f"this is {MACHINE}", "build on the other machine"),
-        (
-            foreign,
-            f"{''.join(foreign[:1])} is outside of {portable.root}",
-            "move its headers there",
-        ),
-        (bound, f"its flags have {bound and bound[0]}", "use native=True in place of it"),
-        (lacking(flags), lacking(flags), f"CALCOPS_CFLAGS={_PROCESSOR}"),
-    ):
-        if is_wrong:
-            raise report(f"cannot prebuild {wanted.name}", [evidence], fix)
+    portable = request_of(wanted.asked, _choice_without_gpu(wanted), flags)
+    _check_portable(portable)
     found = cache.find(portable) or built(portable, [])
     with open(found.path, "rb") as file:
         if b"libtorch_python" in file.read():
             what = "it calls Python, so it would fit this version alone"
             raise report(f"cannot prebuild {wanted.name}", [what], "call PyTorch's C++ instead")
     for path in _paths(portable):
-        with contextlib.suppress(*cache.UNFIT):
-            if (
-                cache.read_checked(f"{path}/manifest")["facts"]["PyTorch"]
-                != portable.facts["PyTorch"]
-            ):
-                continue
-        cache.remove(os.path.dirname(path))
+        if _pytorch_of(path) in (portable.facts["PyTorch"], None):
+            cache.remove(os.path.dirname(path))
     target = f"{portable.root}/prebuilt/{portable.entry}/{found.digest}"
     shutil.copytree(os.path.dirname(found.path), target)
     # Every machine can look into the folders of the package.
@@ -139,3 +111,40 @@ def write(wanted: Request) -> str:
     portable_inputs = inputs | {"absent": absent}
     cache.write_checked(f"{target}/manifest", found.manifest | {"inputs": portable_inputs})
     return f"{target}/{portable.product}"
+
+
+def _choice_without_gpu(wanted: Request) -> cuda.Choice:
+    """Return whether a prebuilt library has CUDA. This machine needs no GPU for it."""
+    with_cuda = wanted.asked["with_cuda"]
+    if not with_cuda:
+        return cuda.Choice()
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda.DEFAULT_ARCHES)
+    if with_cuda == "auto":
+        os.environ.setdefault("CALCOPS_CUDA", "1" if cuda.find_toolkit()[0] else "0")
+    choice = cuda.choose(needed=with_cuda != "auto")
+    return choice if choice.build or choice.fatal else _WITHOUT_CUDA
+
+
+def _check_portable(portable: Request) -> None:
+    """Check that other machines can use a library. BuildError: they cannot."""
+    foreign = [path for path in portable.include_paths if portable.fold(path)[0] != "@"]
+    own_flags = [*portable.asked["extra_cflags"], *portable.asked["extra_cuda_cflags"]]
+    bound = re.findall(r"-m(?:arch|cpu)=\S+", " ".join(own_flags))
+    problem = fix = ""
+    if MACHINE != "x86_64":
+        problem, fix = f"this is {MACHINE}", "build on the other machine"
+    elif foreign:
+        problem, fix = f"{foreign[0]} is outside of {portable.root}", "move its headers there"
+    elif bound:
+        problem, fix = f"its flags have {bound[0]}", "use native=True in place of it"
+    elif problem := lacking(portable.portable):
+        fix = f"CALCOPS_CFLAGS={_PROCESSOR}"
+    if problem:
+        raise report(f"cannot prebuild {portable.name}", [problem], fix)
+
+
+def _pytorch_of(path: str) -> list[str] | None:
+    """Return the PyTorch of a prebuilt library; None if its manifest cannot be read."""
+    with contextlib.suppress(*cache.UNFIT):
+        return cache.read_checked(f"{path}/manifest", is_shipped=True)["facts"]["PyTorch"]
+    return None
