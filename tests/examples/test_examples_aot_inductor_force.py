@@ -34,7 +34,7 @@ def make(build, *words):
 
 @pytest.fixture(scope="module", params=reference.DEVICES)
 def ran(request, build):
-    return make(build, f"DEVICE={request.param}")
+    return make(build, f"DEVICE={request.param}", "MODELS=1")
 
 
 @pytest.fixture(scope="module")
