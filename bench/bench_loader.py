@@ -52,9 +52,11 @@ CALL = (
 IMPORT = "import calcops_jit\nfor name in dir(calcops_jit): getattr(calcops_jit, name)"
 MODELS = "import calcops_jit, calcops.nep"
 # Prints the memory of the largest process among the compilers of a script, in MB.
-LARGEST = (
-    "{}\nimport resource\nprint(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3)\n"
-)
+LARGEST = """\
+import torch, resource
+{}
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3)
+"""
 CONTRACT = """\
 #include <calcops/operator.h>
 const calcops::Contract contract(R"(
