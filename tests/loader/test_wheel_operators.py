@@ -8,7 +8,7 @@ import time
 import zipfile
 
 import pytest
-from checkout import HERE, built_wheel, pip
+from checkout import HERE, built_wheel, copy, pip
 
 # Prints the path of the library and the seconds of its import.
 TIMED_IMPORT = """
@@ -40,7 +40,7 @@ def import_seconds(python, folder: str, variables: dict[str, str]) -> float:
 def test_operators_of_a_wheel_compute_and_import_as_quickly_as_from_the_cache(
     environment, tmp_path
 ):
-    wheel = built_wheel(HERE, tmp_path / "dist")
+    wheel = built_wheel(copy(tmp_path / "source"), tmp_path / "dist")
     pip("install", wheel, python=environment)
     prefixes = ("CALCOPS_", "PYTHON", "CXX")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
@@ -76,7 +76,8 @@ def test_one_wheel_serves_two_versions_of_pytorch(tmp_path):
     other = HERE / ".venv-oldest/bin/python"
     if not other.exists():
         pytest.skip("make test-oldest makes the other environment")
-    wheel = built_wheel(HERE, tmp_path / "dist", str(other), CALCOPS_CUDA="0")
+    source = copy(tmp_path / "source")
+    wheel = built_wheel(source, tmp_path / "dist", str(other), CALCOPS_CUDA="0")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     for python in sys.executable, other:
