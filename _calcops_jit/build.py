@@ -6,7 +6,7 @@ anything else changed, such as the compiler or a header that appeared, the folde
 
     <entry>/build.<machine>.<digest of the sources' folder>/
         .unfinished          exists while a build runs; it outlives a killed one
-        .objects              from which contents the objects were compiled
+        .objects             from which contents the objects were compiled
         c++                  the compiler's command, a script
         build.ninja, *.o     of torch and ninja
 """
@@ -145,14 +145,15 @@ def _build(request: Request, entry: str) -> tuple[str, Inputs]:
             # round begins with the variables in the request's facts.
             os.environ.clear()
             os.environ.update(request.environment)
-            linked_with = [_runtime(request, folder)] if request.product.endswith(".so") else []
-            archives = [f"{folder}/{os.path.basename(each.path)}" for each in linked_with]
+            is_runtime = request.product.endswith(".a")
+            linked_with = None if is_runtime else _runtime(request, folder)
+            archives = [f"{folder}/{os.path.basename(linked_with.path)}"] if linked_with else []
             product, inputs = _compile(request, folder, archives)
             try:
                 inputs.check(request)  # no file was saved meanwhile
                 inputs.place = place_of(product, inputs, request)
-                for each in linked_with:
-                    inputs = inputs.merged(each.inputs)
+                if linked_with:
+                    inputs = inputs.merged(linked_with.inputs)
                 return product, inputs
             except Changed as change:
                 evidence = str(change)
@@ -167,8 +168,8 @@ def _folder(request: Request, entry: str) -> str:
     """Return the folder of builds.
 
     Each checkout has its own, so that a switch compiles little. Each machine has its own, because
-    it may not see another machine's lock on a network file system. The kernel's id of its start is
-    the same in all containers of a machine.
+    it may not see another machine's lock on a network file system. All containers of a machine have
+    the same boot id.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         machine = digest(file.read().encode())[:8]

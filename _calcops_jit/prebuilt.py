@@ -63,11 +63,9 @@ def _checked(path: str, wanted: Request) -> Build:
         problem = f"CALCOPS_CFLAGS={flags}"
     portable = request_of(wanted.asked, choice, facts["portable"])
     differences = cache.differences(facts, portable.facts)
-    differences.sort(key=lambda line: not line.startswith("PyTorch: "))
-    if problem and not any(line.startswith("PyTorch: ") for line in differences):
-        raise ValueError(problem)
-    for difference in differences:
-        raise ValueError(difference)
+    of_pytorch = [line for line in differences if line.startswith("PyTorch: ")]
+    for reason in filter(None, [*of_pytorch, problem, *differences]):
+        raise ValueError(reason)
     return cache.checked(path, portable)
 
 

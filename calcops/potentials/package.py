@@ -316,7 +316,7 @@ def load_operators(names, path):
         ValueError: an operator is not there.
     """
     if "calcops_models::" in names:
-        import calcops.ops  # noqa: F401 - compiles for a minute at its first import
+        import calcops.ops  # noqa: F401 - compiles at its first import
     for name in names.split():
         namespace, _, operator = name.partition("::")
         if not hasattr(getattr(torch.ops, namespace), operator):
