@@ -24,7 +24,7 @@ namespace calcops {
 inline void expect_order(const char* name, int64_t directions, int64_t most) {
   if (directions > most)
     throw std::runtime_error(std::string(name) +
-                             ": expected derivatives in `d` up to third order, got a higher one");
+                             ": expected `d` in derivatives up to third order, got a higher one");
 }
 
 // The directions [n, K, D, 3] of a call; D = 0 where the call has none.

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t end = in.atoms * (share + 1) / shares;
     double sum[9] = {};
     for (int64_t atom = in.atoms * share / shares + threadIdx.x; atom < end; atom += kThreads)
-      if (!in.batch || in.batch[atom] == frame)
+      if ((in.batch ? in.batch[atom] : 0) == frame)
         for (int k = 0; k < 9; ++k) sum[k] += exact[9 * atom + k];
     for (int k = 0; k < 9; ++k) {
       const double total = sum_of_block(sum[k], shared);

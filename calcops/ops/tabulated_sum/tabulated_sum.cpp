@@ -85,12 +85,12 @@ void backward_vjp(const Value* arguments, const Value* upstream, Value* gradient
   const bool of_x = sum_gradients[kX].is_wanted();
   const bool of_R = sum_gradients[kR].is_wanted();
   const Sum sum(sum_arguments);
-  const Value &u_x = upstream[0], &u_R = upstream[1];
-  if (!u_R.is_none()) {
+  const Value &mask = arguments[1 + kArguments], &u_x = upstream[0], &u_R = upstream[1];
+  if (mask[1].item() && !u_R.is_none()) {
     if (of_grad) gradients[0] = gradients[0] + sum.of(u_R);
     if (of_x) sum_gradients[kX] = sum_gradients[kX] + sum.gradients(grad, u_R, true, false)[0];
   }
-  if (u_x.is_none()) return;
+  if (!mask[0].item() || u_x.is_none()) return;
   const Value R = sum.scaled(sum_arguments[kR], u_x);
   if (of_grad) gradients[0] = gradients[0] + sum.of_next_order().of(R);
   if (!of_x && !of_R) return;
