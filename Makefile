@@ -9,7 +9,7 @@ sources = $(wildcard \
   contracts/runtime/*.cpp contracts/runtime/*.h _calcops_jit/shadow/*.h _calcops_jit/shadow/torch/*.h contracts/include/calcops/*.h \
   ops/*.h ops/*/*.h ops/*/*.cpp ops/*/*.cu calcops/ops/*/*.h calcops/ops/*/*.cpp calcops/ops/*/*.cu \
   calcops/*/*.h calcops/*/*.cpp examples/*/*.h examples/*/*.cpp examples/*/*.cc examples/*/*.cu \
-  bench/*.cpp bench/*.cu tests/contracts/*.cpp \
+  bench/*.cpp bench/*.cu tests/contracts/*.cpp _calcops_jit/testing/*.cpp \
   tests/operators/cuda_on_cpu/*.h tests/operators/cuda_on_cpu/*.cpp tests/operators/arm/*.h tests/operators/arm/*.cpp)
 
 oldest = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)

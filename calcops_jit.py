@@ -14,7 +14,9 @@ TorchScript.
     stop = calcops_jit.watch()              # reloads on every save, until stop() is called
     %%operator mine                         # in a notebook: compiles the C++ in this cell
 
-    python -m calcops_jit --help            # build, where, why, export, prebuild, clean
+    calcops_jit.test("mine.cpp")            # draws calls from the contracts; no test is written
+
+    python -m calcops_jit --help            # build, test, where, why, export, prebuild, clean
 
 The variables CALCOPS_CACHE, CALCOPS_CUDA, CALCOPS_BUILD, CALCOPS_CFLAGS, CALCOPS_CHECK, CXX, CC,
 MAX_JOBS, TORCH_CUDA_ARCH_LIST and CUDA_HOME are explained in _calcops_jit/README.md.
@@ -45,6 +47,7 @@ _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 if TYPE_CHECKING:
     from _calcops_jit.operators import *  # noqa: F403
+    from _calcops_jit.testing import Tensor, check, test, tests_of  # noqa: F401
 
 __all__ = ["BuildError", "Library", "__version__", "library_path", "load", "reload", "watch"]
 
@@ -182,11 +185,16 @@ def _expose() -> None:
     __all__.extend(_own.operators.keys() - set(__all__))
 
 
+_OF_TESTING = "Tensor", "check", "test", "tests_of"
 # Operators that calcops_jit had before they became a library of their own.
 _MOVED = {"density", "environment_spline", "matrix_product", "tabulated_sum"}
 
 
 def __getattr__(name: str):
+    if name in _OF_TESTING:
+        from _calcops_jit import testing  # which needs hypothesis
+
+        return getattr(testing, name)
     if name in _MOVED:
         what = f"calcops_jit.{name} is torch.ops.calcops_models.{name} after `import calcops.ops`"
         raise AttributeError(what)
@@ -196,7 +204,7 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_OF_TESTING, *(name for name in globals() if name.startswith("__"))})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import glob
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     parsers = {}
-    for function in (_build, _where, _why, _export, _prebuild, _clean):
+    for function in (_build, _test, _where, _why, _export, _prebuild, _clean):
         name = function.__name__.removeprefix("_")
         parsers[name] = commands.add_parser(name, help=function.__doc__)
         parsers[name].set_defaults(function=function)
@@ -37,27 +38,30 @@ def main(arguments: list[str] | None = None) -> int:
     parsers["export"].add_argument("folder")
     help_text = "another library that calcops_jit.load has built"
     parsers["export"].add_argument("name", nargs="*", help=help_text)
+    _add_options_of_test(parsers["test"])
     options = parser.parse_args(arguments)
     try:
         status = options.function(options) or 0
         sys.stdout.flush()
         return status
-    except (BuildError, OSError, ValueError) as error:
+    except (BuildError, ImportError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _build(options: argparse.Namespace) -> None:
     """build the operators if need be, and print the library's path"""
     # A prebuilt library is for many processors. The user wants one for exactly this processor.
-    print(_built(_request(options.name)).path)
+    print(_built(request_named(options.name)).path)
 
 
 def _built(wanted: Request) -> cache.Build:
     return cache.find(wanted) or build.built(wanted, [])
 
 
-def _request(name: str | None) -> Request:
+def request_named(name: str | None) -> Request:
     """Return the Request of the operators, or of a library that was loaded by `load`.
 
     Libraries of other folders may have the same name. Then it is the one below this folder
@@ -87,9 +91,48 @@ def _request(name: str | None) -> Request:
     return request.request_for(**candidates[0])
 
 
+def _add_options_of_test(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    help_text = "sources, or the name of a library that calcops_jit.load has built"
+    add("library", nargs="+", help=help_text)
+    help_text = "names or patterns, with commas; default: those without a leading underscore"
+    add("--operators", default="[!_]*", help=help_text)
+    add("--seconds", type=float, default=60, help="processor seconds for each operator")
+    add("--only", default="", metavar="CHECKS", help="names of checks, with commas")
+    add("--without", default="", metavar="CHECKS", help="names of checks, with commas")
+    add("--seed", type=int, default=0, help="of the draws; the same seed repeats them")
+    add("--first", action="store_true", help="stop at the first failure")
+    help_text = "a Python file with the dictionaries `reference` or `adjust` of calcops_jit.test"
+    add("--cases", metavar="FILE", help=help_text)
+    for name in ("cflags", "cuda-cflags", "ldflags", "include-paths"):
+        add(
+            f"--{name}",
+            action="append",
+            default=[],
+            help=f"as extra_{name.replace('-', '_')} of load",
+        )
+
+
+def _test(options: argparse.Namespace) -> int:
+    """draw calls from contracts and check what operators promise; 1 if a check fails"""
+    from . import testing
+
+    if options.cases:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(options.cases)))
+    cases = runpy.run_path(options.cases) if options.cases else {}
+    names = ("operators", "seconds", "only", "without", "seed", "first")
+    settings = {name: getattr(options, name) for name in names}
+    for name in ("cflags", "cuda_cflags", "ldflags", "include_paths"):
+        if getattr(options, name):
+            settings[f"extra_{name}"] = getattr(options, name)
+    functions = {name: cases.get(name) for name in ("reference", "adjust")}
+    library = options.library[0] if len(options.library) == 1 else options.library
+    return 0 if testing.test(library, **settings, **functions) else 1
+
+
 def _where(options: argparse.Namespace) -> None:
     """print the cache folder and the library; builds nothing"""
-    wanted = _request(options.name)
+    wanted = request_named(options.name)
     if options.key is not None:
         print(_key(wanted, options.key))
     else:
@@ -125,7 +168,7 @@ def _key(wanted: Request, folders: list[str]) -> str:
 
 def _why(options: argparse.Namespace) -> int:
     """name the input that changed since the last build; 1 if there is one"""
-    wanted = _request(options.name)
+    wanted = request_named(options.name)
     reasons: list[str] = []
     found = _find(wanted, reasons)
     if found:
@@ -157,7 +200,7 @@ def _export(options: argparse.Namespace) -> None:
         "lib/pkgconfig/calcops.pc": "templates/calcops.pc",
         "lib/cmake/calcops/calcops-config.cmake": "templates/calcops-config.cmake",
     }
-    libraries = [wanted, *map(_request, options.name)]
+    libraries = [wanted, *map(request_named, options.name)]
     files = {f"lib/lib{each.name}.so": Path(_built(each).path).read_bytes() for each in libraries}
     words["names"] = " ".join(each.name for each in libraries)
     for target, template in templates.items():
@@ -172,7 +215,7 @@ def _export(options: argparse.Namespace) -> None:
 
 def _prebuild(options: argparse.Namespace) -> None:
     """put a library for machines without a compiler beside its sources"""
-    print(prebuilt.write(_request(options.name)))
+    print(prebuilt.write(request_named(options.name)))
 
 
 def _clean(options: argparse.Namespace) -> None:

@@ -53,6 +53,11 @@ def _folder() -> str:
     action="store_true",
     help="make an index of a contract's kernel that is out of bounds an error of the call",
 )
+@argument(
+    "--test",
+    action="store_true",
+    help="test the cell's operators by their contracts, as calcops_jit.test with seconds=10",
+)
 @argument("--verbose", action="store_true", help="show what ninja runs")
 def operator(line: str, cell: str) -> None:
     """Build the cell as calcops_jit.load builds a file, and define its operators in the notebook.
@@ -90,6 +95,10 @@ def operator(line: str, cell: str) -> None:
     for handle in loaded.operators.values():
         print(handle.__doc__.partition("\n\n")[0])  # its schemas
     _bind(loaded.operators)
+    if options.test:
+        from . import testing
+
+        testing.test(loaded, seconds=10)
 
 
 def _bind(operators: dict) -> None:
