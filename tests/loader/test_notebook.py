@@ -416,3 +416,10 @@ def test_the_example_notebook_gives_its_committed_outputs(tmp_path):
                 assert old.shape == new.shape
                 assert abs(old - new).mean() < 0.02
                 assert new.std() > 0.1
+
+
+def test_a_cell_with_test_is_tested_by_its_contract(kernel):
+    pytest.importorskip("hypothesis")
+    kernel.run("one.exp().sum()")
+    text = kernel.run(CELL.replace("%%operator mine", "%%operator tested --test"))
+    assert re.search(r"^tested::scaled: \d+ calls, \d+ checks", text.out, re.MULTILINE), text
