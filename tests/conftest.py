@@ -26,11 +26,8 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from checkout import Checkout  # noqa: E402
-from kernels import Emulated, OnGpu  # noqa: E402
+from kernels import EMULATED, Emulated, OnGpu, write_kernels_that_ran  # noqa: E402
 from reference import DEVICES  # noqa: E402
-
-# Set in a process that test_cuda_on_cpu.py starts: the file for the names of the kernels that ran.
-EMULATED = os.environ.get("CALCOPS_EMULATED")
 
 # ---- which tests are slow ------------------------------------------------------------------------
 
@@ -64,7 +61,10 @@ def pytest_addoption(parser):
 def _needs_gpu(item):
     """Return True for a test that runs kernels, asks for a GPU or has the device "cuda"."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    is_on_cuda = any(isinstance(x, str) and x == "cuda" for x in parameters)
+    is_on_cuda = any(
+        (isinstance(x, str) and x == "cuda") or getattr(x, "checks", None) == ["cuda"]
+        for x in parameters
+    )
     return is_on_cuda or bool({"gpu", "kernels"} & set(item.fixturenames))
 
 
@@ -80,7 +80,10 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if _needs_gpu(item):
             item.add_marker(pytest.mark.gpu)
-    items.sort(key=lambda item: -file_seconds[item.path.name])
+    # Tests by contracts fork, and a fork has no backward pass once PyTorch has threads for devices.
+    items.sort(
+        key=lambda item: ("_by_contract" not in item.path.name, -file_seconds[item.path.name])
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,8 +118,7 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_sessionfinish(session):
     if EMULATED:
-        with open(EMULATED, "w") as file:
-            print(*torch.ops.cuda_on_cpu.entered(), file=file)
+        write_kernels_that_ran()
     if session.config.getoption("write_slow") and "PYTEST_XDIST_WORKER" not in os.environ:
         seconds = _slow_seconds() | _measured_seconds
         lines = [f"{seconds[name]:.1f} {name}\n" for name in sorted(seconds) if seconds[name] > 2]
@@ -128,12 +130,8 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """Yield each device of this machine. In the emulation, CUDA kernels run for "cpu"."""
-    if not EMULATED:
-        yield request.param
-        return
-    with Emulated.on():
-        yield request.param
+    """Return each device of this machine."""
+    return request.param
 
 
 @pytest.fixture

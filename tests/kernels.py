@@ -12,7 +12,10 @@ import os
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
+# Set in a process that test_cuda_on_cpu.py starts: the file for the names of the kernels that ran.
+EMULATED = os.environ.get("CALCOPS_EMULATED")
 RUNS = int(os.environ.get("CALCOPS_KERNEL_RUNS", "2"))
 
 
@@ -60,7 +63,8 @@ class Emulated:
     seed = 0  # of the order of blocks and threads; grows with each call
 
     def __call__(self, operator, *arguments, **options):
-        return _repeated(lambda: self._once(operator.default, arguments, options))
+        overload = getattr(operator, "default", operator)
+        return _repeated(lambda: self._once(overload, arguments, options))
 
     def _once(self, operator, arguments, options):
         guarded = torch.ops.cuda_on_cpu.guarded
@@ -83,6 +87,21 @@ class Emulated:
             yield
         finally:
             emulation.enable(False)
+
+
+class EmulatedBelowAutograd(TorchDispatchMode):
+    """Runs the CUDA kernels of the operators that are called, also by derivatives."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace not in ("calcops", "calcops_models"):
+            return function(*args, **(kwargs or {}))
+        results = Emulated()(function, *args, **(kwargs or {}))
+        return results if len(function._schema.returns) > 1 else results[0]
+
+
+def write_kernels_that_ran():
+    with open(EMULATED, "a") as file:
+        print(*torch.ops.cuda_on_cpu.entered(), file=file)
 
 
 def launches(function):

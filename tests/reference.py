@@ -5,6 +5,8 @@ random inputs.
 the reference for derivatives too. They are simple, and therefore slow and need much memory.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch.testing._internal.optests.generate_tests import ALL_TEST_UTILS
@@ -12,10 +14,10 @@ from torch.testing._internal.optests.generate_tests import ALL_TEST_UTILS
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
+def force_virial(list_neigh, dE, Ri_d, Rij=None, nghost=0, center=True, neighbor_index=None):
     """Return force [B, n+m, 3], virial [B, 3, 3] and atom_virial [B, n+m, 3, 3].
 
-    The arguments are those of ops/force/force.h.
+    The arguments are those of the operator. neighbor_index has no effect on the results.
     """
     frames, natoms = list_neigh.shape[:2]
     rows = natoms + nghost
@@ -25,6 +27,7 @@ def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
     # torch.where and no product: NaN times 0 is NaN, in values and in gradients of empty slots.
     dE = torch.where(live[..., None], dE.reshape(frames, natoms, neighbors, 4), 0.0)
     Ri_d = torch.where(live[..., None, None], Ri_d.reshape(frames, natoms, neighbors, 4, 3), 0.0)
+    Rij = dE.new_zeros(*live.shape, 3) if Rij is None else Rij
     Rij = torch.where(live[..., None], Rij, 0.0)
 
     pair_force = torch.einsum("bnkc,bnkca->bnka", dE, Ri_d)
@@ -44,10 +47,35 @@ def force_virial(list_neigh, dE, Ri_d, Rij, nghost=0, center=True):
     return force, pair_virial.sum((1, 2)), atom_virial
 
 
-def force(list_neigh, dE, Ri_d, nghost=0, center=True):
-    frames, natoms = list_neigh.shape[:2]
-    Rij = dE.new_zeros(frames, natoms, list_neigh.shape[2:].numel(), 3)  # of no effect on the force
-    return force_virial(list_neigh, dE, Ri_d, Rij, nghost, center)[0]
+def force(list_neigh, dE, Ri_d, nghost=0, center=True, neighbor_index=None):
+    return force_virial(list_neigh, dE, Ri_d, None, nghost, center)[0]
+
+
+def edge_force_virial(
+    edge_index, edge_gradient, edge_vec, natoms, batch=None, nframes=1, edge_order=None
+):
+    """Return force, virial and atom_virial by the formulas of ops/edge_force/edge_force.h.
+
+    The one-hot matrices have E x natoms elements, so the graphs must be small. edge_order has no
+    effect.
+    """
+
+    def one_hot(numbers, count):
+        return (numbers.unsqueeze(-1) == torch.arange(count, device=numbers.device)).to(g)
+
+    live = (edge_index >= 0).all(0)
+    g = torch.where(live[:, None], edge_gradient, 0.0)
+    w = -g[:, :, None] * torch.where(live[:, None], edge_vec, 0.0)[:, None]
+    centre, neighbour = one_hot(torch.where(live, edge_index, -1), natoms)
+    force = centre.T @ g - neighbour.T @ g
+    atom_virial = torch.einsum("ej,eab->jab", neighbour, w)
+    frame = torch.zeros(natoms, device=g.device) if batch is None else batch
+    frames = one_hot(frame, nframes)
+    return force, torch.einsum("jf,jab->fab", frames, atom_virial), atom_virial
+
+
+def edge_force(edge_index, edge_gradient, natoms, edge_order=None):
+    return edge_force_virial(edge_index, edge_gradient, edge_gradient, natoms)[0]
 
 
 def pairs(
@@ -95,8 +123,7 @@ def energy_of(Ri, live):
     return (D[..., 0] ** 3 + D[..., 1:].square().sum(-1)).sum()
 
 
-# The list of this size and of seed 0 has an empty slot, a ghost, an atom twice and a self image, as
-# test_force_derivatives.py checks.
+# The list of this size and of seed 0 has an empty slot, a ghost, an atom twice and a self image.
 SMALL = dict(frames=3, natoms=2, nghost=1, neighbors=3)
 
 
@@ -158,11 +185,12 @@ def index_reference(list_neigh, nghost=0):
     frames, rows = len(list_neigh), list_neigh.shape[1] + nghost
     results = []
     for frame in list_neigh.flatten(1).tolist():
-        ends = []
-        slots = []
-        for row in range(rows):
-            slots += [slot for slot, j in enumerate(frame) if j == row]
-            ends.append(len(slots))
+        groups = [[] for _ in range(rows)]
+        for slot, j in enumerate(frame):
+            if 0 <= j < rows:
+                groups[j].append(slot)
+        ends = list(itertools.accumulate(map(len, groups)))
+        slots = list(itertools.chain.from_iterable(groups))
         results.append(ends + slots + [-1] * (len(frame) - len(slots)))
     width = rows + list_neigh.shape[1:].numel()
     return torch.tensor(results, dtype=torch.int32).reshape(frames, width)
@@ -180,45 +208,6 @@ def order_reference(edge_index, natoms):
 # ---- checks that several operators share --------------------------------------------------------
 
 
-def assert_strides_and_threads_change_no_bit(function, *tensors):
-    """Compare the results of `function` for contiguous and strided tensors on several threads."""
-    expected = function(*tensors)
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
-    assert not strided[0].is_contiguous()
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3, 5):
-            torch.set_num_threads(count)
-            for inputs in (tensors, strided):
-                assert_equal_lists(function(*inputs), expected, rtol=0, atol=0)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def assert_empty_slots_never_matter(function, empty, left_out, *values):
-    """Compare `function` of values [n, K, ...] with NaN in the empty slots [n, K] and without.
-
-    The slots that are left out, the empty ones among them, have derivatives of zero.
-    """
-    dirty = [x.clone() for x in values]
-    for x in dirty:
-        x[empty] = torch.nan
-        x.requires_grad_()
-    result = function(*dirty)
-    assert torch.equal(result, function(*values))
-    scalar = result.square().sum()
-    for _ in range(2):
-        gradients = torch.autograd.grad(scalar, dirty, create_graph=True)
-        for gradient in gradients:
-            assert gradient.isfinite().all()
-            assert (gradient[left_out] == 0).all()
-        scalar = sum(gradient.square().sum() for gradient in gradients)
-    tangents = [torch.ones_like(x) for x in values]
-    for tangent in tangents:
-        tangent[left_out] = torch.nan
-    assert torch.func.jvp(function, tuple(dirty), tuple(tangents))[1].isfinite().all()
-
-
 def assert_the_order_of_slots_only_rounds(function, *values, kind):
     """Move empty slots to the end of their rows, which changes no bit, and turn the rows round."""
     tensors = *values, kind
@@ -229,18 +218,6 @@ def assert_the_order_of_slots_only_rounds(function, *values, kind):
     turned = function(*(x.flip(1) for x in tensors))
     atol = 1e-13 * expected.abs().max().item()
     torch.testing.assert_close(turned, expected, rtol=0, atol=atol)
-
-
-def assert_vmap_equals_a_loop(function, *items, constant):
-    """Compare vmap with a loop: with one last argument for all items, and with one for each."""
-    dims = *(0 for _ in items), None
-    expected = torch.stack([function(*item, constant) for item in zip(*items)])
-    for chunk in (None, 2):
-        mapped = torch.vmap(function, dims, chunk_size=chunk)
-        assert torch.equal(mapped(*items, constant), expected)
-    constants = torch.stack([(1 + k) * constant for k in range(len(items[0]))])
-    expected = torch.stack([function(*item) for item in zip(*items, constants)])
-    assert torch.equal(torch.vmap(function)(*items, constants), expected)
 
 
 def assert_a_fourth_derivative_is_an_error(function, d, message):
@@ -262,46 +239,3 @@ def assert_a_fourth_derivative_is_an_error(function, d, message):
         (derivative,) = torch.autograd.grad(derivative.sin().sum(), d, create_graph=True)
     with pytest.raises(RuntimeError, match=message):
         torch.autograd.grad(derivative.sum(), d)
-
-
-def assert_modes_agree(scalar, *inputs, argument=0, **tolerance):
-    """Compare third derivatives of a scalar, two of them in input 0, in all mixtures of modes."""
-    rev, fwd = torch.func.jacrev, torch.func.jacfwd
-    expected = rev(rev(rev(scalar), argument))(*inputs)
-    for outer, middle, inner in (
-        (fwd, rev, rev),
-        (rev, fwd, rev),
-        (rev, rev, fwd),
-        (fwd, fwd, fwd),
-    ):
-        result = outer(middle(inner(scalar), argument))(*inputs)
-        torch.testing.assert_close(result, expected, **tolerance)
-
-
-def assert_compiles_and_exports(function, arguments, sizes, other, backend="inductor"):
-    """Compare torch.compile, with one graph for all sizes, and torch.export with eager mode.
-
-    Some arguments require a gradient. `sizes` are their dynamic shapes, and `other` arguments of
-    other sizes. All sizes differ, because torch.compile takes equal ones for one.
-    """
-
-    def gradients(f, values):
-        values = [x.detach().requires_grad_(y.requires_grad) for x, y in zip(values, arguments)]
-        leaves = [x for x in values if x.requires_grad]
-        return torch.autograd.grad(f(*values).square().sum(), leaves)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for values in (arguments, other):
-            results = gradients(compiled, values)
-            assert_equal_lists(results, gradients(function, values), rtol=1e-12, atol=1e-12)
-
-    class Module(torch.nn.Module):
-        def forward(self, *arguments):
-            return function(*arguments)
-
-    # The module takes *arguments, which is one argument for torch.export.
-    detached = tuple(x.detach() for x in arguments)
-    program = torch.export.export(Module(), detached, dynamic_shapes=(sizes,))
-    assert torch.equal(program.module()(*other), function(*other))

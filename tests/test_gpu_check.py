@@ -537,6 +537,7 @@ def test_the_marker_gpu_is_on_the_tests_that_compute_on_a_gpu_and_no_others(coll
     others = (
         "test_with_an_index_a_call_launches_at_most_two_kernels",
         "TestOnAGpu",
+        "test_a_gpu_gives_the_results_of_the_cpu",
         "test_the_kernel_runs_on_the_current_stream",
         "test_a_cuda_tensor_is_refused",
     )

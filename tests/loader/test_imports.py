@@ -77,7 +77,8 @@ assert 'Twice its argument.' in pydoc.render_doc(calcops_jit.twice)
 assert 'twice' in pydoc.render_doc(calcops_jit)
 calcops_jit.thrice
 """
-    public = ["BuildError", "Library", "library_path", "load", "reload", "twice", "watch"]
+    public = ["BuildError", "Library", "Tensor", "check", "library_path", "load", "reload"]
+    public += ["test", "tests_of", "twice", "watch"]
     for _ in range(2):  # after the build, and from the cache
         child = checkout.run(script)
         assert child.out.splitlines() == [

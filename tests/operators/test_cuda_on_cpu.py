@@ -23,17 +23,19 @@ import rewrite  # noqa: E402
 FLAGS = "-O1 -Wextra -Wno-missing-field-initializers -Werror --param=ggc-min-heapsize=1048576"
 
 
-def files():
-    """Return the test files that run in the emulation.
+CONTRACT = TESTS / "test_cuda_by_contract.py"
 
-    They are the tests of kernels. An operator without such tests has all its tests run.
-    """
-    paths = sorted(TESTS.parent.rglob("test_*_cuda_kernels.py"))
-    operators = {path.stem for path in rewrite.sources() if path.parents[1].name == "ops"}
-    for operator in sorted(operators):
-        if not list(TESTS.glob(f"test_{operator}*_cuda_kernels.py")):
-            paths += sorted(TESTS.glob(f"test_{operator}*.py"))
-    return tuple(paths)
+
+def files():
+    """Return the test files that run in the emulation."""
+    return *sorted(TESTS.parent.rglob("test_*_cuda_kernels.py")), CONTRACT
+
+
+def files_with_kernels_of(source):
+    """Return the tests of the kernels of a CUDA source."""
+    kernels = TESTS / f"test_{source.stem}_cuda_kernels.py"
+    by_contract = f"{CONTRACT}::test_{source.stem}"
+    return (kernels, by_contract) if kernels.exists() else (by_contract,)
 
 
 def update(folder, source):
@@ -125,7 +127,7 @@ def test_every_kernel_runs(emulation):
         kernels |= set(rewrite.kernels(path.read_text()))
     _, kernels_that_ran = emulation.start(files(), 0).result()
     kernels -= set(kernels_that_ran)
-    assert not kernels, "a test in test_<operator>_cuda_kernels.py has to run these"
+    assert not kernels, "a test of kernels has to run these"
 
 
 def is_ordered_by_a_vote(path, line):
@@ -143,11 +145,11 @@ def is_ordered_by_a_vote(path, line):
 @pytest.mark.parametrize(
     "run",
     [
-        ((TESTS / f"test_{path.stem}_cuda_kernels.py",), number)
+        (files_with_kernels_of(path), number)
         for number, (path, line) in enumerate(rewrite.barriers(), rewrite.FIRST_BARRIER)
         if not is_ordered_by_a_vote(path, line)
     ],
-    ids=lambda run: f"{run[0][0].stem} {run[1]}",
+    ids=lambda run: f"{Path(run[0][0]).stem} {run[1]}",
 )
 def test_results_differ_if_any_single_barrier_is_removed(emulation, run):
     process, _ = emulation.start(*run).result()

@@ -52,9 +52,9 @@ def test_forces_virials_and_gradients_are_those_of_the_cpu(kernels, size, dtype,
     same_bits(kernels(ops.edge_force_virial, *inputs, edge_order=order), results)
     assert_close(kernels(ops.edge_force, edge_index, gradient, natoms), expected[:1])
     if frames:
-        one_frame = inputs[:4]
-        expected_one = ops.edge_force_virial(*one_frame)
-        assert_close(kernels(ops.edge_force_virial, *one_frame), expected_one)
+        in_frame_0 = *inputs[:4], None, frames
+        expected_one = ops.edge_force_virial(*in_frame_0)
+        assert_close(kernels(ops.edge_force_virial, *in_frame_0), expected_one)
     gF, gW, gAW = (
         torch.randn(x.shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
         for x in expected

@@ -1,61 +1,11 @@
-"""neighbor_index, which lists the slots that name each atom, and the operators that reuse it."""
+"""The operators that reuse neighbor_index. test_force_by_contract.py tests its values."""
 
 import pytest
 import torch
 from kernels import launches
-from reference import assert_equal_lists, differentiable_pairs, index_reference, pairs
+from reference import differentiable_pairs, pairs
 
 from calcops_jit import force, force_virial, neighbor_index
-
-
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("nghost", [0, 2])
-def test_an_index_lists_the_slots_that_name_each_atom(device, index, nghost):
-    list_neigh = pairs(nghost=nghost, index=index, device=device)[0]
-    result = neighbor_index(list_neigh, nghost)
-    assert torch.equal(result.cpu(), index_reference(list_neigh, nghost))
-    assert torch.equal(neighbor_index(list_neigh.reshape(3, 5, 7, 1), nghost), result)
-    assert torch.equal(neighbor_index(list_neigh.mT.contiguous().mT, nghost), result)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [{}, {"frames": 2, "natoms": 300, "nghost": 50, "neighbors": 90}])
-def test_results_and_derivatives_have_the_same_bits_with_and_without_an_index(device, dtype, size):
-    list_neigh, *leaves = differentiable_pairs(dtype=dtype, device=device, **size)
-    nghost = size.get("nghost", 2)
-    index = neighbor_index(list_neigh, nghost)
-
-    def everything(**options):
-        outputs = force_virial(list_neigh, *leaves, nghost, **options)
-        scalar = sum((x * x.cos()).sum() for x in outputs)
-        gradients = torch.autograd.grad(scalar, leaves, create_graph=True)
-        second = torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
-        return *outputs, *gradients, *second, force(list_neigh, *leaves[:2], nghost, **options)
-
-    assert_equal_lists(everything(neighbor_index=index), everything(), rtol=0, atol=0)
-
-
-def test_a_strided_or_expanded_index_gives_the_same_bits(device):
-    list_neigh, *values = pairs(frames=1, device=device)
-    list_neigh = list_neigh.expand(3, -1, -1)
-    values = [x.expand(3, *x.shape[1:]) for x in values]
-    index = neighbor_index(list_neigh[:1], 2)
-    expected = force_virial(list_neigh, *values, 2)
-    expanded = index.expand(3, -1)
-    for view in (expanded, expanded.mT.contiguous().mT):
-        results = force_virial(list_neigh, *values, 2, neighbor_index=view)
-        assert_equal_lists(results, expected, rtol=0, atol=0)
-
-
-def test_an_index_of_another_shape_or_nghost_is_refused(device):
-    list_neigh, *values = pairs(device=device)
-    index = neighbor_index(list_neigh, 2)
-    message = "force(_virial)?: expected `neighbor_index` of shape"
-    for wrong in (index[:2], index[:, 1:], neighbor_index(list_neigh, 3)):
-        with pytest.raises(RuntimeError, match=message):
-            force_virial(list_neigh, *values, 2, neighbor_index=wrong)
-        with pytest.raises(RuntimeError, match=message):
-            force(list_neigh, *values[:2], 2, neighbor_index=wrong)
 
 
 def test_calcops_check_finds_a_stale_index(device, monkeypatch):
@@ -72,34 +22,6 @@ def test_calcops_check_finds_a_stale_index(device, monkeypatch):
         force(stale, *values[:2], 2, neighbor_index=index)
     monkeypatch.setenv("CALCOPS_CHECK", "0")
     force_virial(stale, *values, 2, neighbor_index=index)
-
-
-def test_an_index_of_wrong_values_never_reads_out_of_bounds(device):
-    list_neigh, *values = pairs(device=device)
-    for value in (-(2**31), -1, 7, 2**31 - 1):
-        index = torch.full_like(neighbor_index(list_neigh, 2), value)
-        outputs = force_virial(list_neigh, *values, 2, neighbor_index=index)
-        assert all(x.isfinite().all() for x in outputs)
-
-
-def test_vmap_takes_the_index(device, without_vmap_fallback):
-    list_neigh, dE, Ri_d, Rij = pairs(device=device)
-    index = neighbor_index(list_neigh, 2)
-    expected = force_virial(list_neigh, dE, Ri_d, Rij, 2)
-
-    def of_frame(list_neigh, index, dE, Ri_d, Rij):
-        list_neigh, index, dE, Ri_d, Rij = (x[None] for x in (list_neigh, index, dE, Ri_d, Rij))
-        return [x[0] for x in force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)]
-
-    mapped = torch.vmap(of_frame)(list_neigh, index, dE, Ri_d, Rij)
-    assert_equal_lists(mapped, expected, rtol=0, atol=0)
-
-    def of_values(dE):  # one list and one index for all
-        return force_virial(list_neigh, dE, Ri_d, Rij, 2, neighbor_index=index)
-
-    mapped = torch.vmap(of_values)(torch.stack([dE, 2 * dE]))
-    expected = [torch.stack(x) for x in zip(expected, of_values(2 * dE))]
-    assert_equal_lists(mapped, expected, rtol=0, atol=0)
 
 
 def test_with_an_index_a_call_launches_at_most_two_kernels(gpu):

@@ -1,27 +1,15 @@
-"""The force operators in PyTorch's other modes: opcheck, compile, export, inference mode."""
+"""The force operators in PyTorch's other modes: compile, export, inference mode, large sizes."""
 
-import itertools
 import pathlib
-import random
 import re
 
 import pytest
 import torch
-from reference import SMALL, assert_equal_lists, differentiable_pairs, opcheck, pairs, scalar_of
+from reference import SMALL, assert_equal_lists, differentiable_pairs, pairs, scalar_of
 
-from calcops_jit import force, force_virial, neighbor_index
+from calcops_jit import force_virial
 
 backward = torch.ops.calcops._force_virial_backward
-
-
-def test_opcheck_passes_where_upstreams_are_absent(device):
-    list_neigh, *leaves = differentiable_pairs(**SMALL, device=device)
-    F, W, atom_W = (
-        torch.randn_like(x).requires_grad_() for x in force_virial(list_neigh, *leaves, 1)
-    )
-    opcheck(backward, (F, None, None, list_neigh, *leaves[:2], None, 1, True, [True, True, False]))
-    opcheck(backward, (None, W, None, list_neigh, *leaves, 1, True, [True] * 3))
-    opcheck(backward, (None, None, atom_W, list_neigh, *leaves, 1, True, [False, False, True]))
 
 
 class ForceModel(torch.nn.Module):
@@ -156,74 +144,6 @@ def test_copy_on_write_tensors_stay_shared(device):
     backward(*lazy, 1, True, [True] * 3)
     force_virial(*lazy[3:], 1)
     assert all(torch._C._is_cow_tensor(x) for x in lazy)
-
-
-# ---- opcheck of every operator -------------------------------------------------------------------
-
-
-AXES = (
-    (torch.float64, torch.float32),  # dtype
-    (torch.int32, torch.int64),  # dtype of the list
-    tuple(itertools.product([False, True], repeat=3)),  # whether dE, Ri_d, Rij require a gradient
-    ("contiguous", "strided", "expanded"),
-    ((2, 3, 1, 0), (1, 1, 0, 1), (3, 5, 2, 7)),  # frames, natoms, nghost, neighbors
-)
-# `make test` checks the first of these combinations, `make test-all` all of them.
-CASES = random.Random(0).sample(list(itertools.product(*AXES)), 24)
-
-
-def laid_out(x, layout):
-    if layout == "strided":
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "expanded":
-        return x[:1].expand_as(x)
-    return x
-
-
-def calls(case, device):
-    """Yield calls of every operator that ops/force registers, with their arguments."""
-    dtype, index, needs, layout, sizes = case
-    nghost = sizes[2]
-    list_neigh, *leaves = (laid_out(x, layout) for x in pairs(*sizes, dtype, index, device))
-    for leaf, flag in zip(leaves, needs, strict=True):
-        leaf.requires_grad_(flag)
-    yield neighbor_index, (list_neigh, nghost), {}
-    with_index = {"neighbor_index": laid_out(neighbor_index(list_neigh, nghost), layout)}
-    without_center = (list_neigh, *leaves[:2], None, nghost, False, [True, False, False])
-    for keywords in {}, with_index:
-        yield force, (list_neigh, *leaves[:2], nghost), keywords
-        yield force_virial, (list_neigh, *leaves, nghost), keywords
-        yield torch.ops.calcops._force_virial, without_center, keywords
-    outputs = force_virial(list_neigh, *(x.detach() for x in leaves), nghost)
-    upstream = [
-        laid_out(torch.randn_like(x), layout).requires_grad_(flag)
-        for x, flag in zip(outputs, needs)
-    ]
-    yield backward, (*upstream, list_neigh, *leaves, nghost, True, [True] * 3), {}
-    yield backward, (*upstream, list_neigh, *leaves, nghost, False, list(needs)), {}
-
-
-def test_the_calls_have_every_operator_of_ops_force():
-    source = pathlib.Path(__file__).resolve().parents[2] / "ops" / "force" / "force.cpp"
-    defined = re.findall(r"^(\w+)\(Tensor", source.read_text(), re.MULTILINE)
-    called = {op._qualified_op_name for op, *_ in calls(CASES[0], "cpu")}
-    assert called == {f"calcops::{name}" for name in defined}
-
-
-def name(case):
-    dtype, index, needs, layout, sizes = case
-    flags = "".join("ny"[flag] for flag in needs)
-    return f"{dtype}-{index}-{flags}-{layout}-{sizes}".replace("torch.", "")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [CASES[0], *(pytest.param(case, marks=pytest.mark.long) for case in CASES[1:])],
-    ids=name,
-)
-def test_opcheck_passes_for_combinations_of_dtypes_layouts_and_sizes(case, device):
-    for op, arguments, keywords in calls(case, device):
-        opcheck(op, arguments, keywords)
 
 
 @pytest.mark.long

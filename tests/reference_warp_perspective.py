@@ -96,7 +96,13 @@ def reference(
     warp = warp.double().numpy()
     channels, height, width = image.shape
     border = np.broadcast_to(np.asarray(border, dtype=np.float64), (channels,))[:, None, None]
-    m = warp if inverse_map else np.linalg.inv(warp)
+    m = warp
+    if not inverse_map:
+        is_regular = np.isfinite(warp).all() and np.linalg.cond(warp) < 1e14
+        m = np.linalg.inv(warp) if is_regular else np.full((3, 3), np.nan)
+    if height * width == 0:  # then no pixel of the result has a source
+        height = width = 1
+        image, m = np.zeros((channels, 1, 1)), np.full((3, 3), np.nan)
     v, u = np.meshgrid(np.arange(dsize[0]), np.arange(dsize[1]), indexing="ij")
     x, y, w = np.einsum("ij,jvu->ivu", m, np.stack([u, v, np.ones_like(u)]))
     with np.errstate(all="ignore"):
@@ -115,8 +121,46 @@ def reference(
             row = outside(y0.astype(np.int64) + dy, height, border_mode)
             column = outside(x0.astype(np.int64) + dx, width, border_mode)
             tap = np.where((row >= 0) & (column >= 0), image[:, row, column], border)
-            result += weight_y * weight_x * tap
+            weight = weight_y * weight_x
+            result += weight * np.where(weight == 0, 0, tap)
     return torch.from_numpy(np.where(has_source, result, border))
+
+
+def as_dtype(values, dtype):
+    """Return exact results as images of `dtype` hold them: rounded and clamped for integers."""
+    if dtype.is_floating_point:
+        return values
+    return values.round().clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
+
+
+def warp_perspective(
+    image,
+    warp,
+    dsize=(),
+    interpolation="linear",
+    border_mode="constant",
+    border_value=None,
+    inverse_map=False,
+    destination=None,
+):
+    """Return what the operator gives for these arguments, in float64 for a floating image."""
+    of_image, of_warp = image.shape[:-3], warp.shape[:-2]
+    leading = of_warp if of_warp and of_image in ((), (1,)) else of_image
+    count = leading.numel()
+    dsize = tuple(dsize or image.shape[-2:])
+    channels = image.shape[-3:-2].numel()
+    border = as_dtype(torch.tensor(border_value or 0.0).double(), image.dtype).tolist()
+
+    images = image.reshape(of_image.numel(), channels, *image.shape[-2:])
+    warps = warp.reshape(of_warp.numel(), 3, 3)
+    results = torch.zeros(count, channels, *dsize, dtype=torch.float64)
+    destinations = results if destination is None else destination.reshape(results.shape)
+    options = dsize, interpolation, border_mode, border, inverse_map
+    for n in range(count):
+        one = images[n % len(images)], warps[n % len(warps)]
+        results[n] = reference(*one, *options, destinations[n])
+    shape = *leading, *image.shape[-3:-2], *dsize
+    return as_dtype(results.reshape(shape), image.dtype)
 
 
 def exact_map(warp, inverse_map):

@@ -1,0 +1,12 @@
+"""ops/compat tested by its contract: calls drawn from it, and the checks of all promises."""
+
+import contract_cases
+import pytest
+
+import calcops_jit
+
+pytest.importorskip("hypothesis")
+
+options = dict(seed=0, reference=contract_cases.reference, adjust=contract_cases.adjust)
+
+test_compat = calcops_jit.tests_of("calcops", "calculate*", seconds=3, **options)

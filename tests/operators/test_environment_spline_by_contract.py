@@ -1,0 +1,19 @@
+"""environment_spline tested by its contract: calls drawn from it, and the checks of all promises."""
+
+import calcops.ops  # noqa: F401 - loads calcops_models
+import contract_cases
+import pytest
+
+import calcops_jit
+
+pytest.importorskip("hypothesis")
+
+options = dict(seed=0, reference=contract_cases.reference, adjust=contract_cases.adjust)
+
+test_environment_spline = calcops_jit.tests_of(
+    "calcops_models", "environment_spline", seconds=5, **options
+)
+# They are compiled with the public one.
+test_private_operators = calcops_jit.tests_of(
+    "calcops_models", "_environment_spline*", seconds=2, without="compile,export", **options
+)
