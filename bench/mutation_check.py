@@ -1,15 +1,22 @@
 """Make one deliberate fault after another in the code, and run the tests that must fail.
 
     python bench/mutation_check.py [WORD ...]
+    python bench/mutation_check.py --contract [--seconds 60] [--seed 0] [WORD ...]
 
 With words, only the mutations that contain one of them are run: in their description, tests, path
 or lines.
+
+With --contract, `python -m calcops_jit test` runs in place of the tests. It tests the operators
+that the fault can change, each for `--seconds` of processor time, until a check fails. Mutations
+that it cannot find are listed below the table with the reason.
 
 mutations.txt lists the faults. They are made in a copy of the tree with a cache of its own, which
 begins with the operators of the user's cache. The printed table is Markdown. A mutation that
 SURVIVED needs a test. The tests of the unchanged tree must pass; this is not checked.
 """
 
+import argparse
+import math
 import os
 import re
 import shlex
@@ -23,6 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+LIST = Path(__file__).with_name("mutations.txt")
+LIBRARIES = {"calcops": "ops", "calcops_models": "calcops/ops"}
 
 
 class Mutation(NamedTuple):
@@ -31,15 +40,19 @@ class Mutation(NamedTuple):
     where: str  # a folder or a file
     old: str
     new: str
+    unseen: str  # why the contract test cannot find it, or ""
 
 
 def mutations():
-    text = Path(__file__).with_name("mutations.txt").read_text()
-    for block in text.split("\n## ")[1:]:
+    for block in LIST.read_text().split("\n## ")[1:]:
         what, tests, where, *lines = block.rstrip("\n").split("\n")
-        old = "\n".join(line[2:] for line in lines if line[0] == "-")
-        new = "\n".join(line[2:] for line in lines if line[0] == "+")
-        yield Mutation(what, shlex.split(tests), where, old, new)
+        old, new, unseen = (marked(lines, sign) for sign in "-+!")
+        yield Mutation(what, shlex.split(tests), where, old, new, unseen)
+
+
+def marked(lines, sign):
+    """Return the lines that begin with a sign, without it."""
+    return "\n".join(line[2:] for line in lines if line[0] == sign)
 
 
 def file_of(tree, mutation):
@@ -78,45 +91,132 @@ def copy_builds(tree, cache):
         shutil.copytree(ROOT / of_tests, tree / of_tests)
 
 
+def run(tree, arguments, **variables):
+    """Run Python in the tree."""
+    environment = os.environ | {"PYTHONPATH": str(tree), **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+
+
+# ---- the tests ----------------------------------------------------------------------------------
+
+
 def failing_test(tree, words, cache):
-    """Return the first test that fails or the signal that ends the tests, or "" if all pass."""
+    """Return the first test that fails or the signal that ends the tests, and the seconds.
+
+    If all pass, the first is "".
+    """
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     tests = words[len(variables) :]
-    environment = os.environ | {"CALCOPS_CACHE": str(cache), "PYTHONPATH": str(tree), **variables}
-    options = shlex.split("-x -q --tb=line -p no:cacheprovider -m 'not long'")
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    options = shlex.split("-m pytest -x -q --tb=line -p no:cacheprovider -m 'not long'")
+    start = time.monotonic()
+    result = run(tree, [*options, *tests], CALCOPS_CACHE=cache, **variables)
+    seconds = f"{time.monotonic() - start:.0f}"
     if result.returncode == 0:
-        return ""
+        return "", seconds
     if result.returncode < 0:
-        return f"{tests[0]} ends by {signal.Signals(-result.returncode).name}"
+        return f"{tests[0]} ends by {signal.Signals(-result.returncode).name}", seconds
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", result.stdout, re.MULTILINE)
     if not failed:  # pytest itself failed, because the mutation or its arguments are wrong
         print(result.stdout[-3000:], result.stderr[-3000:], file=sys.stderr)
-    return failed[1] if failed else ""
+    return failed[1] if failed else "", seconds
+
+
+# ---- the contract test --------------------------------------------------------------------------
+
+
+def reason_to_leave_out(path, mutation):
+    """Return why the contract test cannot find a mutation of a file of ROOT, or ""."""
+    folders = [ROOT / name for name in ("contracts", *LIBRARIES.values())]
+    if not any(path.is_relative_to(folder) for folder in folders):
+        return "not the code of operators"
+    return "CUDA" if path.suffix == ".cu" else mutation.unseen
+
+
+def operators_of(tree, path):
+    """Return {library: the operators that a fault in `path` can change}.
+
+    They are those of its folder, or of the folders that include it. A file of the runtime can
+    change all operators.
+    """
+    changed = {}
+    include = re.compile(rf'#include ["<](calcops/)?{re.escape(path.name)}[">]')
+    for library, folder in LIBRARIES.items():
+        for source in (tree / folder).glob("*/*.[ch]*"):
+            if source == path or include.search(source.read_text()):
+                contract = (source.parent / f"{source.parent.name}.cpp").read_text()
+                # The contract has a line `name(Tensor ...` for each operator.
+                names = re.findall(r"^(?:\w+::)?(\w+)\(Tensor", contract, re.MULTILINE)
+                changed.setdefault(library, set()).update(names)
+    return changed or dict.fromkeys(LIBRARIES, "*")
+
+
+def failing_check(tree, path, options, cache):
+    """Return the first check that fails, its processor seconds, and the numbers in its call."""
+    variables = {"CALCOPS_CACHE": cache, "PYTHONPATH": f"{tree}:{tree}/tests"}
+    run(tree, ["-c", "import calcops.ops"], **variables)  # builds both libraries
+    for library, operators in operators_of(tree, path).items():
+        command = f"-m calcops_jit test {library} --operators {','.join(operators)} --first"
+        command += " --cases tests/contract_cases.py"
+        command += f" --seconds {options.seconds} --seed {options.seed}"
+        result = run(tree, shlex.split(command), **variables)
+        found = re.search(r"^FAILED \w+::(\w+) (\w+) after (\S+) s", result.stdout, re.MULTILINE)
+        if found:
+            operator, check, seconds = found.groups()
+            return f"{check} of {operator}", seconds, str(count_numbers(result.stdout))
+        if result.returncode:  # the command itself failed
+            print(result.stdout[-3000:], result.stderr[-3000:], file=sys.stderr)
+    return "", "", ""
+
+
+def count_numbers(listing):
+    """Return how many numbers the tensors of a printed call have."""
+    shapes = re.findall(r"calcops_jit\.Tensor\(\[(.*?)\]", listing)
+    return sum(math.prod(map(int, re.findall(r"\d+", shape))) for shape in shapes)
 
 
 def main():
-    words = sys.argv[1:] or [""]
-    chosen = [mutation for mutation in mutations() if any(word in str(mutation) for word in words)]
-    for mutation in chosen:
-        file_of(ROOT, mutation)  # raises before any test runs if the lines are not unique
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--contract", action="store_true")
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("words", nargs="*", default=[""])
+    options = parser.parse_args()
+    left_out = {}
+    chosen = []
+    for mutation in mutations():
+        if not any(word in str(mutation) for word in options.words):
+            continue
+        path = file_of(ROOT, mutation)  # raises before any test runs if the lines are not unique
+        reason = options.contract and reason_to_leave_out(path, mutation)
+        if reason:
+            left_out.setdefault(reason, []).append(mutation.what)
+        else:
+            chosen.append(mutation)
+    figures = "processor seconds | numbers" if options.contract else "seconds"
+    print(f"| what is wrong | found by | {figures} |\n|---|---|{'---|' * (1 + options.contract)}")
     survived = 0
-    print("| what is wrong | found by | seconds |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "calcops")
+        cache = os.path.join(folder, "cache")
         copy(tree)
-        copy_builds(tree, Path(folder, "cache"))
+        copy_builds(tree, Path(cache))
         for mutation in chosen:
             path = file_of(tree, mutation)
             text = path.read_text()
             path.write_text(text.replace(mutation.old, mutation.new))
-            start = time.monotonic()
-            test = failing_test(tree, mutation.tests, Path(folder, "cache"))
+            if options.contract:
+                found_by, *figures = failing_check(tree, path, options, cache)
+            else:
+                found_by, *figures = failing_test(tree, mutation.tests, cache)
             path.write_text(text)
-            survived += not test
-            name = f"`{test.removeprefix('tests/')}`" if test else "**SURVIVED**"
-            print(f"| {mutation.what} | {name} | {time.monotonic() - start:.0f} |", flush=True)
+            survived += not found_by
+            name = f"`{found_by.removeprefix('tests/')}`" if found_by else "**SURVIVED**"
+            print("|", " | ".join([mutation.what, name, *figures]), "|", flush=True)
+    if left_out:
+        print("\n| not tried | reason |\n|---|---|")
+    for reason, names in left_out.items():
+        print(f"| {'; '.join(names)} | {reason} |")
     print(f"\n{len(chosen)} mutations, {survived} survived", file=sys.stderr)
     sys.exit(survived > 0)
 
