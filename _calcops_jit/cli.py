@@ -91,6 +91,10 @@ def request_named(name: str | None) -> Request:
     return request.request_for(**candidates[0])
 
 
+# Options of `test` that are the options extra_... of load.
+_EXTRA = "cflags", "cuda-cflags", "ldflags", "include-paths"
+
+
 def _add_options_of_test(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     help_text = "sources, or the name of a library that calcops_jit.load has built"
@@ -104,13 +108,8 @@ def _add_options_of_test(parser: argparse.ArgumentParser) -> None:
     add("--first", action="store_true", help="stop at the first failure")
     help_text = "a Python file with the dictionaries `reference` or `adjust` of calcops_jit.test"
     add("--cases", metavar="FILE", help=help_text)
-    for name in ("cflags", "cuda-cflags", "ldflags", "include-paths"):
-        add(
-            f"--{name}",
-            action="append",
-            default=[],
-            help=f"as extra_{name.replace('-', '_')} of load",
-        )
+    for name in _EXTRA:
+        add(f"--{name}", action="append", default=[], help="as for calcops_jit.load, with extra_")
 
 
 def _test(options: argparse.Namespace) -> int:
@@ -122,7 +121,7 @@ def _test(options: argparse.Namespace) -> int:
     cases = runpy.run_path(options.cases) if options.cases else {}
     names = ("operators", "seconds", "only", "without", "seed", "first")
     settings = {name: getattr(options, name) for name in names}
-    for name in ("cflags", "cuda_cflags", "ldflags", "include_paths"):
+    for name in (option.replace("-", "_") for option in _EXTRA):
         if getattr(options, name):
             settings[f"extra_{name}"] = getattr(options, name)
     functions = {name: cases.get(name) for name in ("reference", "adjust")}
