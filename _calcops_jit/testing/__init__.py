@@ -72,7 +72,7 @@ def test(
     """
     passed = True
     loaded, searches = _searches(library, operators, seconds, **options)
-    if "-fopenmp" not in loaded._request.cflags:
+    if not _has_openmp(loaded):
         print("not threads: the library is built without -fopenmp")
     for search in searches:
         report = run(replace(search, first=first), partial(_show, loaded, search))
@@ -155,7 +155,7 @@ def _searches(
         raise ValueError(f"calcops_jit.test: expected `seconds` > 0, got {seconds}")
     _expect_checks([*_words(only), *_words(without)])
     loaded = _loaded(library, options)
-    if "-fopenmp" not in loaded._request.cflags:  # loops run in one thread
+    if not _has_openmp(loaded):
         without = [*_words(without), "threads"]
     searches = []
     for op in _chosen(loaded, operators):
@@ -179,6 +179,11 @@ def _loaded(library: Sources, options: dict) -> Library:
     return libraries.obtain(request_for(name, sources, **options))
 
 
+def _has_openmp(loaded: Library) -> bool:
+    """Return whether the library was built with OpenMP. Otherwise its loops run in one thread."""
+    return "-fopenmp" in loaded._request.cflags
+
+
 def _chosen(loaded: Library, patterns: Names) -> list[Operator]:
     known = operators_of(loaded.path)
     if not known:
@@ -191,9 +196,7 @@ def _chosen(loaded: Library, patterns: Names) -> list[Operator]:
 
 
 def _words(names: Names) -> list[str]:
-    return [
-        x for x in re.split(r"[\s,]+", names if isinstance(names, str) else ",".join(names)) if x
-    ]
+    return re.findall(r"[^\s,]+", names if isinstance(names, str) else ",".join(names))
 
 
 def _expect_checks(names: list[str]) -> None:

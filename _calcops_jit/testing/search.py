@@ -207,6 +207,8 @@ class _Search:
         self.report = Report()
         self.checks = list(search.checks)
         self.slow = [name for name in SLOW if name in self.checks] or [""]
+        self.smallest: Found | None = None
+        self.deadline = search.seconds
 
     def run(self) -> None:
         """Look for one failure after another until the time is used up."""
@@ -220,8 +222,8 @@ class _Search:
             self.send(RuntimeError(f"{what}; use `python -m calcops_jit test`"))
             return
         seed, end = self.search.seed, self.search.seconds
-        while self.checks and _seconds() < end:
-            self.smallest: Found | None = None
+        while self.checks and not self._is_over():
+            self.smallest = None
             self.deadline = end
             try:
                 self._draw(seed)
@@ -234,6 +236,7 @@ class _Search:
                 break
             self.send(self.smallest)
             end += _seconds() - self.smallest.seconds  # shrinking costs no time
+            self.deadline = end
             self._leave_out(self.smallest.check)
             seed += 1
         if not self.report.counts[""] and not self.smallest:
@@ -241,6 +244,11 @@ class _Search:
             what = "no call was valid, so `adjust` has to make valid ones" if reasons else "no call"
             self.send(Found("call", ": ".join([what, *reasons]), {}, _seconds()))
         self.send(self.report)
+
+    def _is_over(self) -> bool:
+        """Return whether the time is used up. However short it is, a call is made."""
+        has_tried = self.report.counts[""] or self.smallest or self.progress.calls >= 100
+        return bool(has_tried) and _seconds() > self.deadline
 
     def _leave_out(self, failed: str) -> None:
         """Leave out a check that failed, and those that would fail for the same reason."""
@@ -264,7 +272,7 @@ class _Search:
         @hypothesis.given(calls(self.search.op, self.search.adjust), st.sampled_from(self.slow))
         def test(arguments: dict, slow: str) -> None:
             self.progress.seconds = _seconds()
-            if _seconds() > self.deadline:
+            if self._is_over():
                 raise OutOfTime
             self._check(arguments, slow)
 
