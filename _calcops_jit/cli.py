@@ -103,9 +103,7 @@ def _add_options_of_test(parser: argparse.ArgumentParser) -> None:
     add("--operators", default="[!_]*", help=help_text)
     add("--seconds", type=float, default=60, help="processor seconds for each operator")
     add("--only", default="", metavar="CHECKS", help="names of checks, with commas")
-    add("--without", default="", metavar="CHECKS", help="names of checks, with commas")
     add("--seed", type=int, default=0, help="of the draws; the same seed repeats them")
-    add("--first", action="store_true", help="stop at the first failure")
     help_text = "a Python file with the dictionaries `reference` or `adjust` of calcops_jit.test"
     add("--cases", metavar="FILE", help=help_text)
     for name in _EXTRA:
@@ -119,7 +117,7 @@ def _test(options: argparse.Namespace) -> int:
     if options.cases:
         sys.path.insert(0, os.path.dirname(os.path.abspath(options.cases)))
     cases = runpy.run_path(options.cases) if options.cases else {}
-    names = ("operators", "seconds", "only", "without", "seed", "first")
+    names = ("operators", "seconds", "only", "seed")
     settings = {name: getattr(options, name) for name in names}
     for name in (option.replace("-", "_") for option in _EXTRA):
         if getattr(options, name):

@@ -73,7 +73,7 @@ def calculate(arguments, choose):
     if ghosts is not None:
         dtype = choose([torch.int64, torch.int32])
         arguments["nghost"] = calcops_jit.Tensor(choose([[], [1]]), dtype, torch.tensor(ghosts))
-    list_neigh.values, list_neigh.entries = "random", (-1, arguments["dE"].shape[1] + (ghosts or 0))
+    list_neigh.values, list_neigh.entries = "normal", (-1, arguments["dE"].shape[1] + (ghosts or 0))
 
 
 def near_identity(matrices, choose):

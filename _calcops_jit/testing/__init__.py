@@ -1,21 +1,22 @@
 """Tests operators by their contracts, which say what a call may be and what it promises.
 
 search.py draws calls (draws.py) from the contract (contract.py), and runs the checks (checks.py,
-derivatives.py, transforms.py, broken.py) on them.
+derivatives.py, transforms.py, broken.py) on them in another process (process.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from contextlib import closing
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from unittest import SkipTest
 
 try:
     import hypothesis  # noqa: F401
@@ -28,10 +29,11 @@ from .. import library as libraries
 from ..library import Library
 from ..messages import BuildError
 from ..request import request_for
-from .checks import CHECKS
+from .checks import CHECKS, Unchecked
 from .contract import Operator, operators_of
 from .draws import Tensor
-from .search import Found, Progress, Report, Search, outcome_in_fork, run
+from .process import Process
+from .search import Found, Search, outcomes_of
 from .transforms import protected_pages
 
 __all__ = ["CHECKS", "Tensor", "check", "test", "tests_of"]
@@ -41,14 +43,12 @@ Names = str | Iterable[str]
 Functions = Mapping[str, Callable] | None
 
 
-def test(
-    library: Sources, operators: Names = "[!_]*", *, seconds: float = 60, first=False, **options
-) -> bool:
+def test(library: Sources, operators: Names = "[!_]*", *, seconds: float = 60, **options) -> bool:
     """Test operators by their contracts, and print what is wrong. Return True if nothing is.
 
     Calls are drawn from the contract. One that breaks a promise is shrunk, and printed as a test
-    for pytest. Each operator is tested in a fork. So call this before the process uses CUDA or, on
-    a machine with a GPU, runs a backward pass.
+    for pytest. The calls are made in a fork. So call this before the process uses CUDA or, on a
+    machine with a GPU, runs a backward pass.
 
     Args:
         library: sources as for calcops_jit.load, a Library, or the name of one, such as "calcops".
@@ -56,8 +56,7 @@ def test(
         operators: names or patterns, in a list or with commas; default: those without a leading
             underscore.
         seconds: processor seconds for each operator.
-        first: stop at the first failure.
-        **options: `only` and `without`, names of checks, in a list or with commas;
+        **options: `only`, names of checks, in a list or with commas;
             `seed`, an int, which repeats the draws;
             `reference`, {operator: function}, where the function has the operator's arguments, in
             float64, and returns its results;
@@ -70,17 +69,14 @@ def test(
         ImportError: hypothesis is missing.
         ValueError: an option has a wrong value.
     """
-    passed = True
     loaded, searches = _searches(library, operators, seconds, **options)
-    if not _has_openmp(loaded):
-        print("not threads: the library is built without -fopenmp")
-    for search in searches:
-        report = run(replace(search, first=first), partial(_show, loaded, search))
-        print(_summary(search.op, report), flush=True)
-        passed &= not report.found
-        if first and not passed:
-            break
-    return passed
+    with closing(Process(outcomes_of(searches))) as process:
+        for search in searches:
+            search.run(process, partial(_show, search.op))
+            if search.found:
+                print(f"{_listing(loaded, search.op, search.found)}\n")
+            print(_summary(search), flush=True)
+    return not any(search.found for search in searches)
 
 
 def tests_of(
@@ -90,27 +86,41 @@ def tests_of(
 
         test_mine = calcops_jit.tests_of("mine.cpp")
 
-    The options are those of test(). The checks of an operator share its seconds.
+    The options are those of test(). The first case of an operator runs all checks that are selected
+    for it. A failure ends them, and the other cases are skipped.
     """
     import pytest
 
     loaded, searches = _searches(library, operators, seconds, **options)
-    cases = [
-        replace(search, checks=[name], seconds=seconds / len(search.checks))
-        for search in searches
-        for name in search.checks
-    ]
+    process = Process(outcomes_of(searches))
+    cases = [(search, name) for search in searches for name in search.checks]
 
-    @pytest.mark.parametrize("case", cases, ids=lambda case: f"{case.op.name}-{case.checks[0]}")
-    def test_contract(case: Search) -> None:
-        try:
-            found = run(case, lambda shown: None).found
-        except RuntimeError as error:  # this process cannot be forked
-            pytest.skip(str(error))
-        if found:
-            pytest.fail(_listing(loaded, case.op, found[0]), pytrace=False)
+    @pytest.mark.parametrize(
+        ("search", "check"), cases, ids=[f"{search.op.name}-{name}" for search, name in cases]
+    )
+    def test_contract(search: Search, check: str, request: pytest.FixtureRequest) -> None:
+        selected = _selected(search, request.session.items)
+        is_first = not search.tries
+        if is_first:
+            search.checks = [name for name in search.checks if name in ("call", *selected)]
+            search.run(process, lambda left: None)
+        found = search.found
+        # Another process of pytest-xdist may have the case of the check, and find nothing.
+        is_elsewhere = found and (
+            "PYTEST_XDIST_WORKER" in os.environ or found.check not in selected
+        )
+        if found and (check == found.check or (is_first and is_elsewhere)):
+            pytest.fail(_listing(loaded, search.op, found), pytrace=False)
+        if not search.counts[check]:
+            pytest.skip(search.reason_of(check))
 
     return test_contract
+
+
+def _selected(search: Search, items: Iterable) -> list[str]:
+    """Return the checks of an operator for which pytest has cases."""
+    cases = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return [case["check"] for case in cases if case.get("search") is search]
 
 
 def check(operator, name: str, arguments: dict, reference: Callable | None = None) -> None:
@@ -124,17 +134,21 @@ def check(operator, name: str, arguments: dict, reference: Callable | None = Non
 
     Raises:
         AssertionError: the promise is broken.
+        unittest.SkipTest: the check can say nothing about the call.
     """
     qualified = operator._qualified_op_name
-    known = [op for each in libraries._loaded for op in operators_of(each.path)]
-    op = next((op for op in known if op.name == qualified), None)
-    if op is None:
-        raise ValueError(f"calcops_jit.check: no loaded library has a contract of {qualified}")
-    _expect_checks([name])
-    names = _checks(op, name, (), reference)
-    error = outcome_in_fork(Search(op, names, 60, reference=reference), arguments, name)
-    if error:
-        raise AssertionError(f"{qualified} {name}: {error.args[-1]}")
+    for library in libraries._loaded:
+        for op in operators_of(library):
+            if op.name == qualified:
+                search = Search(op, _checks(name), 60, reference=reference)
+                with closing(Process(outcomes_of([search]))) as process:
+                    error = process.ask(pickle.dumps((qualified, arguments)), name)
+                if isinstance(error, Unchecked):
+                    raise SkipTest(str(error))
+                if error:
+                    raise AssertionError(f"{qualified} {name}: {error}")
+                return
+    raise ValueError(f"calcops_jit.check: no loaded library has a contract of {qualified}")
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -145,7 +159,6 @@ def _searches(
     operators: Names,
     seconds: float,
     only: Names = (),
-    without: Names = (),
     seed: int = 0,
     reference: Functions = None,
     adjust: Functions = None,
@@ -153,15 +166,23 @@ def _searches(
 ) -> tuple[Library, list[Search]]:
     if not seconds > 0:
         raise ValueError(f"calcops_jit.test: expected `seconds` > 0, got {seconds}")
-    _expect_checks([*_words(only), *_words(without)])
+    checks = _checks(only)
     loaded = _loaded(library, options)
-    if not _has_openmp(loaded):
-        without = [*_words(without), "threads"]
+    known = operators_of(loaded)
+    if not known:
+        raise BuildError(f"{loaded.path}: no operator has a contract, from which to draw calls")
+    patterns = _words(operators)
+    names = [op.short for op in known]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            what = f"expected `operators` among {', '.join(names)}, got {pattern!r}"
+            raise ValueError(f"calcops_jit.test: {what}")
     searches = []
-    for op in _chosen(loaded, operators):
-        f, g = ((functions or {}).get(op.short) for functions in (reference, adjust))
-        checks = _checks(op, only, without, f)
-        searches.append(Search(op, checks, seconds, seed, adjust=g, reference=f))
+    for op in known:
+        if any(fnmatchcase(op.short, pattern) for pattern in patterns):
+            f, g = ((functions or {}).get(op.short) for functions in (reference, adjust))
+            searches.append(Search(op, checks, seconds, seed, g, f))
+    protected_pages()
     return loaded, searches
 
 
@@ -179,95 +200,59 @@ def _loaded(library: Sources, options: dict) -> Library:
     return libraries.obtain(request_for(name, sources, **options))
 
 
-def _has_openmp(loaded: Library) -> bool:
-    """Return whether the library was built with OpenMP. Otherwise its loops run in one thread."""
-    return "-fopenmp" in loaded._request.cflags
-
-
-def _chosen(loaded: Library, patterns: Names) -> list[Operator]:
-    known = operators_of(loaded.path)
-    if not known:
-        raise BuildError(f"{loaded.path}: no operator has a contract, from which to draw calls")
-    chosen = [op for op in known if any(fnmatchcase(op.short, x) for x in _words(patterns))]
-    if not chosen:
-        names = ", ".join(op.short for op in known)
-        raise ValueError(f"calcops_jit.test: expected `operators` among {names}, got {patterns!r}")
-    return chosen
-
-
 def _words(names: Names) -> list[str]:
     return re.findall(r"[^\s,]+", names if isinstance(names, str) else ",".join(names))
 
 
-def _expect_checks(names: list[str]) -> None:
-    for name in names:
+def _checks(only: Names) -> list[str]:
+    wanted = _words(only)
+    for name in wanted:
         if name not in CHECKS:
             what = f"expected a check among {', '.join(CHECKS)}, got {name!r}"
             raise ValueError(f"calcops_jit.test: {what}")
-
-
-def _checks(op: Operator, only: Names, without: Names, reference: Callable | None) -> list[str]:
-    """Return the checks that can say something about an operator."""
-    only, without = _words(only) or [*CHECKS], _words(without)
-    lines = list(filter(None, op.arguments.values()))
-    possible = {
-        "reverse": op.has_derivatives,
-        "second": op.has_derivatives,
-        "third": op.has_derivatives,
-        "forward": op.has_jvp or op.is_composition,
-        "constant": op.has_vjp and any(line.is_constant for line in lines),
-        "empty_slots": any(line.may_be_none for line in lines),
-        "reference": reference is not None,
-    }
-    names = [name for name in CHECKS if name in only and name not in without]
-    if "memory" in names:
-        protected_pages()
-    return [name for name in names if possible.get(name, True)]
+    # `memory` is first, because others might not survive what it finds. `call` is always done.
+    names = sorted(CHECKS, key=lambda name: name != "memory")
+    return [name for name in names if not wanted or name in ("call", *wanted)]
 
 
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def _show(loaded: Library, search: Search, shown: Found | Progress) -> None:
-    name = search.op.name
-    if isinstance(shown, Found):
-        print(f"FAILED {name} {shown.check} after {shown.seconds:.1f} s: {shown.message}")
-        print(f"{_listing(loaded, search.op, shown)}\n", flush=True)
-    elif sys.stderr.isatty():
-        left = max(0, search.seconds - shown.seconds)
-        text = f"{name}: {shown.calls} calls, {left:.0f} s left"
-        print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
+def _show(op: Operator, left: float) -> None:
+    if sys.stderr.isatty():
+        text = f"\r{op.name}: {max(0, left):.0f} s left\033[K\r"
+        print(text, end="", file=sys.stderr, flush=True)
 
 
-def _summary(op: Operator, report: Report) -> str:
+def _summary(search: Search) -> str:
     """Return a line: calls and checks, what was discarded, and what could not be checked."""
-    counts = report.counts
-    text = f"{op.name}: {counts['']} calls, {counts.total() - counts['']} checks"
-    if report.found:
-        text += f"; failed: {', '.join(found.check for found in report.found)}"
-    for reason, _ in report.discarded.most_common(1):
-        text += f"; {report.discarded.total()} calls discarded, such as: {reason}"
+    counts, discarded = search.counts, search.discarded
+    text = f"{search.op.name}: {counts['call']} calls, {counts.total()} checks"
+    for reason, _ in discarded.most_common(1):
+        text += f"; {discarded.total()} calls discarded, such as: {reason}"
     reasons = defaultdict(list)
-    for name, seen in report.unchecked.items():
-        if not counts[name] and name not in [found.check for found in report.found]:
-            reasons[seen.most_common(1)[0][0]].append(name)
+    for name in search.checks:
+        if not counts[name] and not search.found:
+            reasons[search.reason_of(name)].append(name)
     return text + "".join(f"; not {', '.join(names)}: {why}" for why, names in reasons.items())
 
 
 def _listing(loaded: Library, op: Operator, found: Found) -> str:
     """Return a test for pytest with the smallest call."""
-    asked = {key: x for key, x in loaded._request.asked.items() if x}
-    name, sources = asked.pop("name"), list(asked.pop("sources"))
-    given = [json.dumps(name), json.dumps(sources if len(sources) > 1 else sources[0])]
-    given += [f"{key}={x!r}" if x is True else f"{key}={json.dumps(x)}" for key, x in asked.items()]
-    lines = ["import calcops_jit", "import torch", "", ""]
-    lines += [f"def test_{op.short}_{found.check}():", f'    """{found.message}"""']
-    lines += [f"    calcops_jit.load({', '.join(given)})"] * (name != "calcops")
-    if found.check == "reference":
-        lines.append("    reference = ...  # the function that calcops_jit.test had")
-    lines += ["    arguments = {"]
-    lines += [f'        "{key}": {text},' for key, text in found.arguments.items()]
-    reference = ", reference" if found.check == "reference" else ""
-    handle = f"torch.ops.{op.namespace}.{op.short}"
-    lines += ["    }", f'    calcops_jit.check({handle}, "{found.check}", arguments{reference})']
-    return "\n".join(lines)
+    asked = ", ".join(f"{key}={x!r}" for key, x in loaded._request.asked.items() if x)
+    is_own = loaded._request.name == "calcops"
+    has_reference = found.check == "reference"
+    lines = [
+        f"FAILED {op.name} {found.check} after {found.seconds:.1f} s: {found.message}",
+        "import calcops_jit\nimport torch\n\n",
+        f"def test_{op.short}_{found.check}():",
+        f"    # {found.message}",
+        "" if is_own else f"    calcops_jit.load({asked})",
+        "    reference = ...  # the function that calcops_jit.test had" if has_reference else "",
+        "    arguments = {",
+        *[f'        "{key}": {text},' for key, text in found.arguments.items()],
+        "    }",
+        f'    calcops_jit.check(torch.ops.{op.namespace}.{op.short}, "{found.check}", arguments'
+        + (", reference)" if has_reference else ")"),
+    ]
+    return "\n".join(filter(None, lines))

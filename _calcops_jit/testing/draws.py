@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,26 +13,24 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from .contract import COMPARE, Line, Operator, bare, holds, sizes_in, value
+from .contract import Line, Operator, handle_of, names_in, value
 
 # A draw is shrunk towards the first choice of each list.
-USUAL = [1, 2, 3]
-SPECIAL = [1, 2, 3, 0, 4, 5, 7, 8, 9, 15, 16, 17, 33]  # around the lengths of vectors
-LARGE = [65, 257, 1023, 4099, 20011]  # for loops in threads
+SIZES = 36 * [1, 2, 3]
+SIZES += 4 * [0, 4, 5, 7, 8, 9, 16, 17, 32, 33, 64, 128]  # around the lengths of vectors
+SIZES += [65, 257, 1023, 4099, 20011]  # for loops in threads
 VALUES = ["count", "normal", "normal", "same", "ties", "zeros"]
-ENTRIES = ["cyclic", "random", "random", "random", "last", "first", "none"]
 LAYOUTS = ["contiguous", "transposed", "every second", "offset", "expanded"]
-MOST = 60_000  # numbers of a tensor
-INTEGERS = [1, 2, 3, 0, -1, 7]
-FLOATS = [1.0, 0.5, 2.5, 0.0, -1.5]
+MOST = 32_000  # numbers of a tensor; PyTorch's own sums of more depend on threads
+NUMBERS = {"int": [1, 2, 3, 0, -1, 7], "float": [1.0, 0.5, 2.5, 0.0, -1.5], "bool": [True, False]}
 
 
-@dataclass
+@dataclass(slots=True)
 class Tensor:
     """A tensor to be made.
 
     `values` is the kind of its random numbers, or a list or tensor that is expanded to the shape,
-    or a function that returns one from the call's other arguments.
+    or an operator, such as "mine::index", which makes it from the call's other arguments.
     """
 
     shape: list[int]
@@ -40,6 +39,10 @@ class Tensor:
     layout: str = "contiguous"
     entries: tuple[int, int] | None = None  # the lowest one, and the one above the highest
     seed: int = 0
+
+    @property
+    def has_maker(self) -> bool:
+        return isinstance(self.values, str) and "::" in self.values
 
     def __repr__(self) -> str:
         values = f'"{self.values}"' if isinstance(self.values, str) else repr(self.values)
@@ -53,14 +56,13 @@ class Tensor:
 def made(arguments: dict) -> dict:
     """Return a call's arguments, in which each Tensor is made."""
     result = dict(arguments)
-    later = {}
-    for name, x in arguments.items():
-        if isinstance(x, Tensor) and callable(x.values):
-            later[name] = x
-        elif isinstance(x, Tensor):
-            result[name] = _tensor(x, x.values)
-    for name, x in later.items():
-        result[name] = _tensor(x, x.values(result))
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    for name, x in sorted(tensors.items(), key=lambda item: item[1].has_maker):
+        values = x.values
+        if x.has_maker:
+            maker = handle_of(values)
+            values = maker(*(result[argument.name] for argument in maker._schema.arguments))
+        result[name] = _tensor(x, values)
     return result
 
 
@@ -70,7 +72,7 @@ def written(arguments: dict) -> dict[str, str]:
     result = {}
     for name, x in arguments.items():
         if isinstance(x, Tensor):
-            has_kind = isinstance(x.values, str)
+            has_kind = isinstance(x.values, str) and not x.has_maker
             if not has_kind or 0 < tensors[name].numel() <= 64:
                 x = Tensor(x.shape, x.dtype, tensors[name].tolist(), x.layout)
         result[name] = f'"{x}"' if isinstance(x, str) else repr(x)
@@ -91,41 +93,35 @@ def laid(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def _tensor(spec: Tensor, values: Any) -> torch.Tensor:
-    if isinstance(values, str):
-        make = _entries if spec.entries else _numbers
-        x = make(spec, math.prod(spec.shape)).view(spec.shape)
-        return laid(x.to(spec.dtype), spec.layout)
-    x = torch.as_tensor(values).to(spec.dtype).expand(spec.shape).contiguous()
+    is_drawn = isinstance(values, str)
+    x = _numbers(spec) if is_drawn else torch.as_tensor(values)
+    x = x.to(spec.dtype).expand(spec.shape).contiguous()
     y = laid(x, spec.layout)
-    return y if torch.equal(x.nan_to_num(), y.nan_to_num()) else x  # "expanded" changes others
+    # The layout "expanded" changes numbers.
+    return y if is_drawn or torch.equal(x.nan_to_num(), y.nan_to_num()) else x
 
 
-def _entries(spec: Tensor, count: int) -> torch.Tensor:
-    low, end = spec.entries
-    first = min(max(low, 0), end - 1)
-    if spec.values == "random":
-        generator = torch.Generator().manual_seed(spec.seed)
-        return torch.randint(low, max(end, low + 1), (count,), generator=generator)
-    if spec.values == "cyclic":
-        return first + torch.arange(count) % max(end - first, 1)
-    return torch.full((count,), {"last": end - 1, "first": first}.get(spec.values, low))
-
-
-def _numbers(spec: Tensor, count: int) -> torch.Tensor:
+def _numbers(spec: Tensor) -> torch.Tensor:
+    """Return numbers of a kind. Entries and other integers are multiples of them."""
     generator = torch.Generator().manual_seed(spec.seed)
-    normal = torch.randn(count, generator=generator, dtype=torch.float64)
+    normal = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+    count = torch.arange(normal.numel(), dtype=torch.float64).view(spec.shape)
     numbers = {
-        "count": 1 + torch.arange(count, dtype=torch.float64) % 64,
-        "same": torch.full_like(normal, 0.1),
+        "normal": normal,
+        "count": 1 + count % 64,
         "ties": (2 * normal).round() / 2,
         "zeros": 0 * normal,
-    }.get(spec.values, normal)
+        "same": 0 * normal + 0.1,
+    }[spec.values]
+    if spec.entries:
+        low, end = spec.entries
+        return low + (997 * numbers).round() % max(end - low, 1)
     if spec.dtype == torch.bool:
         return numbers > 0
     if spec.dtype.is_floating_point:
         return numbers
     limits = torch.iinfo(spec.dtype)
-    return (7 * numbers).round().clamp(limits.min, min(limits.max, 2**15))
+    return (7 * numbers).round().clamp(limits.min, limits.max)
 
 
 # ---- strategies ----------------------------------------------------------------------------------
@@ -135,127 +131,99 @@ def _numbers(spec: Tensor, count: int) -> torch.Tensor:
 def calls(draw, op: Operator, adjust: Callable | None = None) -> dict:
     """Draw the arguments of a call that the contract allows."""
 
-    def choose(options):
-        return draw(st.sampled_from(list(options)))
+    def choose(options: Iterable) -> Any:
+        options = list(options)
+        assume(options)
+        return draw(st.sampled_from(options))
 
-    given = {name: line for name, line in op.arguments.items() if _is_given(op, name, choose)}
+    given = _given(op, choose)
     lines = [line for line in given.values() if line]
-    forms = {name: choose(line.shapes) for name, line in given.items() if line and line.shapes}
-    sizes = _sizes(op, lines, list(forms.values()), choose)
+    limits = [limit for line in lines for limit in line.limits]
+    limits = [text for text, on_cuda in limits if not on_cuda or "cuda" in op.devices]
+    sizes = _Sizes(lines, limits, choose)
+    n = sizes["_"]
+    leading = choose([[n], [1, n], [2, n], [n, 1, 1], []])
+    sizes["_"] = math.prod(leading)
     dtypes = {line.group: choose(line.types) for line in lines if line.types}
-    leading = _leading(sizes.get(op.leading), choose)
     seed = draw(st.integers(0, 2**16))
     arguments = dict.fromkeys(op.arguments)
     for number, (name, line) in enumerate(given.items()):
         if not line or not line.types:
-            arguments[name] = _plain(op, name, sizes, draw)
+            arguments[name] = _plain(op, name, sizes, choose)
             continue
-        shape = [value(total, sizes) for total in forms.get(name, [])]
-        if name not in forms:  # any shape
-            shape = [choose(SPECIAL) for _ in range(choose(range(5)))]
-        shape[: line.has_leading] = leading if line.has_leading else []
-        x = Tensor(shape, getattr(torch, dtypes[line.group]), layout=choose(LAYOUTS))
-        x.seed = seed + number
-        x.values = choose(ENTRIES if line.below else VALUES)
+        shape = [value(total, sizes) for total in choose(line.shapes or [[]])]
+        if not line.shapes:  # any shape
+            shape = [choose(SIZES) for _ in range(choose(range(5)))]
+        shape[: line.has_leading] = leading * line.has_leading
+        maker = op.maker_of(name)
+        values = maker.name() if maker else choose(VALUES)
+        x = Tensor(shape, dtypes[line.group], values, choose(LAYOUTS), seed=seed + number)
         if line.below:
             x.entries = (-1 if line.may_be_none else 0, value(line.below, sizes))
             assume(x.entries[0] < x.entries[1] or 0 in shape)
-        maker = op.maker_of(name)
-        if maker:
-            names = [argument.name for argument in maker._schema.arguments]
-            x.values = lambda others, f=maker, names=names: f(*map(others.get, names))
         arguments[name] = x
+    assume(all(value(limit, sizes) for limit in limits))
     if adjust:
         adjust(arguments, choose)
-    for x in arguments.values():
-        if isinstance(x, Tensor):
-            assume(min(x.shape, default=0) >= 0 and math.prod(x.shape) <= MOST)
+    shapes = [x.shape for x in arguments.values() if isinstance(x, Tensor)]
+    for line in op.results:
+        shapes += [[value(total, sizes) for total in form] for form in line.shapes[:1]]
+    assume(all(min(shape, default=0) >= 0 and math.prod(shape) <= MOST for shape in shapes))
     return arguments
 
 
-def _is_given(op: Operator, name: str, choose: Callable) -> bool:
-    """Draw whether an optional argument is given. Nothing is known of one without a line."""
-    if not str(op.schema[name].type).startswith("Optional"):
-        return True
-    return op.arguments[name] is not None and choose([False, True])
+def _given(op: Operator, choose: Callable) -> dict[str, Line | None]:
+    """Draw which arguments are given. Nothing is known of an optional one without a line."""
+    given = {}
+    for name, line in op.arguments.items():
+        is_optional = str(op.schema[name].type).startswith("Optional")
+        if not is_optional or (line and choose([False, True])):
+            given[name] = line
+    return given
 
 
-def _sizes(op: Operator, lines: list[Line], forms: list, choose: Callable) -> dict[int, int]:
-    """Draw the sizes. Two of them may be special ones, such as 0, 17 or a limit."""
-    results = [line.shapes[0] for line in op.results if line.shapes]
-    totals = [total for form in forms + results for total in form]
-    totals += [total for line in lines for total in (line.parts, line.below)]
-    of_lines = {size for line in lines for size in (line.size, line.whole)}
-    ordered = sorted(set().union(of_lines, *map(sizes_in, totals)) - {-1})
-    special = {choose(ordered), choose(ordered)} if ordered and choose([False, True]) else set()
-    is_large = choose([False] * 9 + [True])
-    sizes = {}
-    for size in ordered:
-        candidates = (LARGE if is_large else SPECIAL) if size in special else USUAL
-        is_large = is_large and size not in special  # one of them
-        sizes[size] = choose(_allowed(candidates, size, lines))
-    for line in lines:
-        if line.whole >= 0 and any(sizes_in(line.parts) & sizes_in(total) for total in totals):
-            sizes[line.whole] = value(line.parts, sizes)
-    assume(all(holds(limit, sizes) for line in lines for limit in line.limits))
-    for form in results:
-        lengths = [value(total, sizes) for total in form]
-        assume(min(lengths, default=0) >= 0 and math.prod(lengths) <= MOST)
-    return sizes
+class _Sizes(dict):
+    """The sizes of a call. Each is drawn where it is used first."""
 
+    def __init__(self, lines: list[Line], limits: list[str], choose: Callable):
+        self.products = {line.whole: line.parts for line in lines}
+        self.limits = limits
+        self.choose = choose
 
-def _allowed(candidates: list[int], size: int, lines: list[Line]) -> list[int]:
-    """Return the candidates that the limits of this size alone allow."""
-    low, high, step = 0, 2**62, 1
-    bounds = [bound for line in lines if line.size == size for bound in line.bounds]
-    for limit in (limit for line in lines for limit in line.limits):
-        if bare(limit["sum"]) == size and limit["divisor"]:
-            step = limit["divisor"]
-        elif bare(limit["sum"]) == size and not limit["on_cuda"] and not sizes_in(limit["bound"]):
-            bounds.append((limit["compare"], value(limit["bound"], {})))
-    for sign, number in bounds:
-        if sign[0] == ">":
-            low = max(low, number + (sign == ">"))
+    def __missing__(self, size: str) -> int:
+        if size in self.products:
+            self[size] = value(self.products[size], self)
         else:
-            high = min(high, number - (sign == "<"))
-    low = math.ceil(low / step) * step
-    allowed = [step * n for n in candidates if low <= step * n <= high]
-    if low > 1 or not allowed:
-        allowed = [low + step * n for n in range(4) if low + step * n <= high] + allowed
-    if high <= 64 and candidates is not USUAL:
-        allowed.append(high - high % step)
-    assume(allowed)
-    return allowed
+            number = self.choose(SIZES)
+            own = tuple(limit for limit in self.limits if names_in(limit) == {size})
+            allowed = _allowed(size, own)
+            others = [limit for limit in self.limits if names_in(limit) <= {size, *self}]
+            allowed = [0] if not number else allowed[min(number, len(allowed)) - 1 :]
+            fitting = (n for n in allowed if all(value(x, {**self, size: n}) for x in others))
+            number = next(fitting, None)
+            assume(number is not None)
+            self[size] = number
+        return self[size]
 
 
-def _leading(product: int | None, choose: Callable) -> list[int]:
-    """Draw the dimensions `...` that have a product."""
-    if product is None:
-        return []
-    ways = [[product], [1, product], [product, 1, 1]] + [[]] * (product == 1)
-    return choose(ways + [[product // n, n] for n in (2, 3) if product % n == 0])
+@functools.cache
+def _allowed(size: str, limits: tuple[str, ...]) -> list[int]:
+    """Return the positive numbers that limits allow. Without limits, the third one is 3."""
+    return [n for n in range(1, MOST + 1) if all(value(limit, {size: n}) for limit in limits)]
 
 
-def _plain(op: Operator, name: str, sizes: dict, draw: Callable) -> Any:
+def _plain(op: Operator, name: str, sizes: dict, choose: Callable) -> Any:
     """Draw a number, a string or a list."""
     line, argument = op.arguments[name], op.schema[name]
-    kind = re.sub(r"Optional\[(.*)\]", r"\1", str(argument.type))
-    bounds = line.bounds if line else []
-    if line and line.size >= 0:
+    if line and line.size:
         return sizes[line.size]
-    choices = [argument.default_value] if argument.has_default_value() else []
-    if kind == "bool":
-        choices += [True, False]
-    elif kind == "str":
-        choices += line.choices if line else []
-    elif kind in ("int", "float"):
-        near = [end + step for _, end in bounds for step in (0, 1, -1, 0.01, -0.01)]
-        near = [int(x) for x in near if x == int(x)] if kind == "int" else near
-        numbers = [*(FLOATS if kind == "float" else INTEGERS), *near]
-        choices += [x for x in numbers if all(COMPARE[sign](x, end) for sign, end in bounds)]
-    elif kind.startswith("List"):
-        numbers = {"List[float]": FLOATS, "List[bool]": [True, False]}.get(kind, [1, 2, 3, 0, -1])
-        length = argument.N or draw(st.sampled_from([1, 2, 3, 0]))
-        choices.append([draw(st.sampled_from(numbers)) for _ in range(length)])
-    assume(choices)  # otherwise nothing is known of such an argument
-    return draw(st.sampled_from(choices))
+    default = [argument.default_value] if argument.has_default_value() else []
+    kind = str(argument.type)
+    numbers = NUMBERS.get(re.findall(r"\w+", kind)[-1], [])
+    if "List" in kind:
+        length = argument.N or choose([1, 2, 3, 0])
+        return choose([*default, [choose(numbers) for _ in range(length)]])
+    if line:
+        near = [type(numbers[0])(x) for x in line.numbers_near_bounds()]
+        numbers = line.choices + [x for x in numbers + near if line.allows(x)]
+    return choose(default + numbers)

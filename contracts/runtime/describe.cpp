@@ -1,6 +1,5 @@
 // Writes the contracts of a library as JSON, so that a program can draw calls of its operators.
 // This file is a part of runtime.cpp.
-#include <charconv>
 #include <set>
 
 #include "operators.h"
@@ -16,8 +15,6 @@ std::string object(std::initializer_list<std::pair<const char*, std::string>> fi
 }
 
 std::string json(bool value) { return value ? "true" : "false"; }
-std::string json(int value) { return std::to_string(value); }
-std::string json(int64_t value) { return std::to_string(value); }
 
 // Python's reader, which is not strict, takes control characters as they are.
 std::string json(const std::string& value) {
@@ -28,55 +25,42 @@ std::string json(const std::string& value) {
 
 std::string json(Type type) { return json(contract::name_of(type)); }
 
-std::string json(contract::Compare compare) {
-  static constexpr const char* kSigns[] = {"<", "<=", ">", ">="};  // in the order of Compare
-  return json(std::string(kSigns[int(compare)]));
-}
-
 // Return a list, whose items may be lists.
 template <class Items>
 std::string json(const Items& items);
 
-// Return [factor, size, ...].
-std::string json(const contract::Product& product) {
-  std::vector<int64_t> numbers{product.factor};
-  numbers.insert(numbers.end(), product.sizes.begin(), product.sizes.end());
-  return json(numbers);
-}
-
 std::string json(const contract::Bound& bound) {
-  char real[32];
-  const std::string digits(real, std::to_chars(real, std::end(real), bound.real).ptr);
-  return '[' + json(bound.compare) + ", " + (bound.whole ? json(bound.integer) : digits) + ']';
+  static constexpr const char* kSigns[] = {"<", "<=", ">", ">="};  // in the order of Compare
+  return json(std::vector<std::string>{kSigns[int(bound.compare)], bound.text});
 }
 
 std::string json(const contract::Limit& limit) {
-  return object({{"sum", json(limit.sum)},
-                 {"compare", json(limit.compare)},
-                 {"bound", json(limit.bound)},
-                 {"divisor", json(limit.divisor)},
-                 {"text", json(limit.text)},
-                 {"on_cuda", json(limit.on_cuda)}});
+  return '[' + json(limit.text) + ", " + json(limit.on_cuda) + ']';
 }
 
-// The dtypes are those of the line that it is like.
+// Sums are as written, but for that of `with`. The dtypes are those of the line that it is like.
 std::string json(const contract::Text& text, int number) {
   if (number < 0) return "null";
   const Line& line = text.lines[number];
   const Line& owner = line.group < 0 ? line : text.lines[line.group];
-  return object({{"shapes", json(line.shapes)},
-                 {"has_leading", json(line.has_leading)},
-                 {"whole", json(line.whole)},
-                 {"parts", json(line.parts)},
+  const auto name_of = [&](int size) { return size < 0 ? "" : text.sizes[size]; };
+  std::string parts = "0";
+  for (const contract::Product& product : line.parts) {
+    parts += " + " + std::to_string(product.factor);
+    for (const int size : product.sizes) parts += '*' + text.sizes[size];
+  }
+  return object({{"shape_text", json(line.shape_text)},
+                 {"whole", json(name_of(line.whole))},
+                 {"parts", json(parts)},
                  {"types", json(owner.types)},
                  {"group", json(owner.name)},
                  {"is_widened", json(owner.read_as != Type::kNone)},
                  {"is_constant", json(line.is_constant)},
                  {"may_be_none", json(line.entries.may_be_none)},
-                 {"below", json(line.entries.below)},
+                 {"below", json(line.entries.bound)},
                  {"positions", json(line.entries.positions)},
                  {"limits", json(line.limits)},
-                 {"size", json(line.size)},
+                 {"size", json(name_of(line.size))},
                  {"bounds", json(line.bounds)},
                  {"choices", json(line.choices)}});
 }
@@ -95,7 +79,6 @@ std::string json(const Operator& op) {
   return object({{"name", json(op.name)},
                  {"arguments", '{' + arguments + '}'},
                  {"results", '[' + results + ']'},
-                 {"leading", json(op.text().leading)},
                  {"is_composition", json(op.is_composition)},
                  {"has_check", json(op.check != nullptr)},
                  {"has_vjp", json(derivative && derivative->vjp)},

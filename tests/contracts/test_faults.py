@@ -25,9 +25,14 @@ def right():
     return calcops_jit.load("right", SOURCE, extra_cflags="-fopenmp", extra_ldflags="-fopenmp")
 
 
+@pytest.fixture(scope="module")
+def tempting():
+    return calcops_jit.load("tempting", SOURCE.with_name("tempting.cpp"))
+
+
 @pytest.mark.parametrize(("operator", "check"), FAULTS)
 def test_a_fault_is_found_and_printed_as_a_test_that_fails(operator, check, faulty, capsys):
-    assert not calcops_jit.test(faulty, operator, only=check, first=True)
+    assert not calcops_jit.test(faulty, operator, only=check)
     title, _, listing = capsys.readouterr().out.partition("\n")
     assert title.startswith(f"FAILED faulty::{operator} {check} ")
     names = {}
@@ -43,3 +48,13 @@ def test_an_operator_without_fault_passes(operator, right):
 
 def test_each_operator_has_a_line_in_the_table(right):
     assert list(right.operators) == sorted(operator for operator, _ in FAULTS)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rounding_ties_and_narrow_limits_are_no_faults(seed, tempting, capsys):
+    passed = calcops_jit.test(tempting, seconds=1.5, seed=seed)
+    printed = capsys.readouterr().out
+    assert passed, printed
+    calls = dict(re.findall(r"tempting::(\w+): (\d+) calls", printed))
+    assert set(calls) == set(tempting.operators)
+    assert min(map(int, calls.values())) > 10
