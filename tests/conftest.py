@@ -61,10 +61,7 @@ def pytest_addoption(parser):
 def _needs_gpu(item):
     """Return True for a test that runs kernels, asks for a GPU or has the device "cuda"."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    is_on_cuda = any(
-        (isinstance(x, str) and x == "cuda") or getattr(x, "checks", None) == ["cuda"]
-        for x in parameters
-    )
+    is_on_cuda = any(isinstance(x, str) and x == "cuda" for x in parameters)
     return is_on_cuda or bool({"gpu", "kernels"} & set(item.fixturenames))
 
 
@@ -80,10 +77,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if _needs_gpu(item):
             item.add_marker(pytest.mark.gpu)
-    # Tests by contracts fork, and a fork has no backward pass once PyTorch has threads for devices.
-    items.sort(
-        key=lambda item: ("_by_contract" not in item.path.name, -file_seconds[item.path.name])
-    )
+    items.sort(key=lambda item: -file_seconds[item.path.name])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,4 +9,4 @@ pytest.importorskip("hypothesis")
 
 options = dict(seed=0, reference=contract_cases.reference, adjust=contract_cases.adjust)
 
-test_compat = calcops_jit.tests_of("calcops", "calculate*", seconds=3, **options)
+test_compat = calcops_jit.tests_of("calcops", "calculate*", seconds=1, **options)

@@ -36,8 +36,8 @@ def on_emulated_cuda(call):
 if EMULATED:
     transforms.on_cuda = on_emulated_cuda
 
-    def emulated_tests_of(library, operators, seconds=3):
-        options = dict(only="cuda", seconds=seconds, adjust=contract_cases.adjust)
+    def emulated_tests_of(library, operators):
+        options = dict(only="cuda", seconds=1, adjust=contract_cases.adjust)
         return calcops_jit.tests_of(library, operators, **options)
 
     test_force = emulated_tests_of("calcops", "force*,_force*")

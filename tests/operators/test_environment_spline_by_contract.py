@@ -11,9 +11,5 @@ pytest.importorskip("hypothesis")
 options = dict(seed=0, reference=contract_cases.reference, adjust=contract_cases.adjust)
 
 test_environment_spline = calcops_jit.tests_of(
-    "calcops_models", "environment_spline", seconds=5, **options
-)
-# They are compiled with the public one.
-test_private_operators = calcops_jit.tests_of(
-    "calcops_models", "_environment_spline*", seconds=2, without="compile,export", **options
+    "calcops_models", "*environment_spline*", seconds=3, **options
 )

@@ -9,10 +9,4 @@ pytest.importorskip("hypothesis")
 
 options = dict(seed=0, reference=contract_cases.reference, adjust=contract_cases.adjust)
 
-test_force = calcops_jit.tests_of(
-    "calcops", "force,force_virial,neighbor_index", seconds=5, **options
-)
-# They are compiled with the public ones.
-test_private_operators = calcops_jit.tests_of(
-    "calcops", "_force*", seconds=4, without="compile,export", **options
-)
+test_force = calcops_jit.tests_of("calcops", "force*,_force*,neighbor_index", seconds=3, **options)

@@ -10,4 +10,4 @@ pytest.importorskip("hypothesis")
 
 options = dict(seed=0, reference=contract_cases.reference, adjust=contract_cases.adjust)
 
-test_matrix_product = calcops_jit.tests_of("calcops_models", "matrix_product", seconds=5, **options)
+test_matrix_product = calcops_jit.tests_of("calcops_models", "matrix_product", seconds=3, **options)

@@ -11,6 +11,13 @@ from test_tabulated_sum import inputs
 ops = torch.ops.calcops_models
 
 
+def test_sums_of_many_slots_and_functions_are_those_of_the_cpu(kernels):
+    """A block takes 32 slots at a time, and each of its 128 threads sums one function."""
+    arguments = inputs(n=2, K=65, M=129)
+    (T,) = kernels(ops.tabulated_sum, *arguments)
+    torch.testing.assert_close(T, ops.tabulated_sum(*arguments), rtol=1e-12, atol=1e-10)
+
+
 def test_a_wrong_kind_makes_its_atom_nan(kernels):
     x, R, kind, table, grid = inputs()
     expected = ops.tabulated_sum(x, R, kind, table, grid)

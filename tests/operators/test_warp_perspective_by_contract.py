@@ -9,8 +9,4 @@ pytest.importorskip("hypothesis")
 
 options = dict(seed=0, reference=contract_cases.reference, adjust=contract_cases.adjust)
 
-test_warp_perspective = calcops_jit.tests_of("calcops", "warp_perspective", seconds=5, **options)
-# They are compiled with the public one.
-test_private_operators = calcops_jit.tests_of(
-    "calcops", "_warp_perspective*", seconds=2, without="compile,export", **options
-)
+test_warp_perspective = calcops_jit.tests_of("calcops", "*warp_perspective*", seconds=3, **options)
