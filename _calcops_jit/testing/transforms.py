@@ -65,18 +65,30 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
 
 
+def _expect_repeated(call: Call, got: Results, what: str) -> None:
+    """Raise Failure unless a kernel's results are the same bits.
+
+    PyTorch's operators, of which gradients and compositions consist, may round differently.
+    """
+    if not call.op.is_composition:
+        expect_same(got, call.results, what)
+    call.expect_close(got, with_gradients, what)
+
+
 @check()
 def check_written(call: Call) -> None:
     """All elements are written, no argument changes, and no result shares memory."""
     before = {name: x.clone() for name, x in call.tensors.items()}
-    with _protected(2):  # new tensors are filled with 0x55, and aligned
-        results = with_gradients(call.changed({}))
+    what = "is not written everywhere, or differs in the next call"
+    with _protected(2):  # new tensors are filled with 0x55
+        got = with_gradients(call.changed({}))
+    _expect_repeated(call, got, what)
     torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled with NaN
     try:
-        filled = with_gradients(call.changed({}))
+        got = with_gradients(call.changed({}))
     finally:
         torch.use_deterministic_algorithms(False)
-    expect_same(filled, results, "is not written everywhere, or differs in the next call")
+    _expect_repeated(call, got, what)
     expect_same(call.tensors, before, "is an argument that the call changes")
     owners = dict(call.tensors)
     for name, x in call.results.items():
@@ -88,14 +100,14 @@ def check_written(call: Call) -> None:
 
 @check()
 def check_threads(call: Call) -> None:
-    """Results and gradients of 1, 2 and 3 threads are the same bits."""
+    """Results of 1, 2 and 3 threads are the same bits, and gradients the same but for rounding."""
     if not call.op.has_openmp:
         raise Unchecked("the library is built without -fopenmp")
-    expected = with_gradients(call)
-    for threads in (2, 3, 3, 1):
+    for threads in (2, 3, 3):
         torch.set_num_threads(threads)
         got = with_gradients(call.changed({}))
-        expect_same(got, expected, f"differs with {threads} threads")
+        torch.set_num_threads(1)
+        _expect_repeated(call, got, f"differs with {threads} threads")
 
 
 @check()
