@@ -48,7 +48,7 @@ class Process:
         end.close()
 
     def ask(self, data: bytes, name: str) -> Any:
-        """Return function(data, name), or a Crash."""
+        """Return function(data, name), or a Crash. RuntimeError: a fork has no gradients."""
         begin = time.perf_counter()
         try:
             self._connection.send((data, name))
@@ -57,6 +57,8 @@ class Process:
             answer, seconds = Crash(self._end()), time.perf_counter() - begin
             self._start()
         self.seconds += seconds
+        if isinstance(answer, RuntimeError):
+            raise answer
         return answer
 
     def _end(self) -> str:
@@ -90,11 +92,17 @@ def _run(function: Callable, parent: Connection, connection: Connection) -> None
 
 def _answer(function: Callable, connection: Connection) -> None:
     torch.set_num_threads(1)  # waiting threads would take processor time
+    problem = None
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        what = "calcops_jit.test: this process uses CUDA, so its forks have no gradients"
+        problem = RuntimeError(f"{what}; use `python -m calcops_jit test`")
     with contextlib.suppress(EOFError):  # the parent has ended
         while True:
             data, name = connection.recv()
             signal.alarm(LIMIT)
             begin = time.process_time()
-            answer = function(data, name)
+            answer = problem or function(data, name)
             signal.alarm(0)
             connection.send((answer, time.process_time() - begin))

@@ -190,7 +190,4 @@ def _judged(call: Call, error: Exception) -> Exception:
     refusal = re.search(r"[\w:]+: expected `\w+` .*|\.item\(\)", str(error))
     if call.op.is_composition and refusal:
         return Unchecked(refusal[0])
-    # A fork of a process that uses CUDA has no CUDA and no gradients.
-    if re.search("fork-based multiprocessing|forked subprocess", message):
-        return Unchecked(message)
     return Failure(f"{type(error).__name__}: {message}")
