@@ -52,7 +52,7 @@ class Search:
     reference: Callable | None = None
 
     found: Found | None = None
-    counts: Counter = field(default_factory=Counter)  # of valid calls (""), and of checks
+    counts: Counter = field(default_factory=Counter)  # of checks; each valid call has `call`
     discarded: Counter = field(default_factory=Counter)  # refusals
     unchecked: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     tries: int = 0

@@ -147,7 +147,8 @@ def check_precision(call: Call) -> None:
             for name in roundings:
                 roundings[name] = roundings[name] + 16 * distance(near[name], got[name])
     epsilon = torch.finfo(torch.float32).eps
-    exact.expect_close(got, with_gradients, f"of {inexact}", inexact, epsilon, roundings)
+    what = f"in {call.tensors[inexact[0]].dtype}"
+    exact.expect_close(got, with_gradients, what, inexact, epsilon, roundings)
 
 
 @check()
