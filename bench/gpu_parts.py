@@ -24,7 +24,7 @@ LIBRARIES = ROOT / "ops", ROOT / "calcops" / "ops"  # the folders of the operato
 KERNEL_TESTS = sorted((ROOT / "tests").rglob("test_*_cuda_kernels.py"))
 
 # For racecheck and synccheck: tests that run every kernel whose threads share memory. All tests of
-# warp_perspective would launch thousands of others. The kernel of the example shares none.
+# warp_perspective would launch thousands of others. Some operators and the example share none.
 SHARING_TESTS = {
     "warp_perspective": (
         "test_kernels_agree_with_the_cpu_in_random_calls",
@@ -33,6 +33,8 @@ SHARING_TESTS = {
         "test_results_are_those_of_the_cpu_for_many_images_of_several_tiles",
         "test_kernels_agree_with_the_cpu_for_any_number_of_channels",
     ),
+    "near_pairs": (),
+    "screened_repulsion": (),
     "examples_identity_conv": (),
 }
 

@@ -39,6 +39,9 @@ reference = {
     "density": reference_models.density,
     "environment_spline": reference_models.environment_spline,
     "tabulated_sum": reference_models.tabulated_sum,
+    "near_pairs": reference_models.near_pairs,
+    "density_net": reference_models.density_net,
+    "screened_repulsion": reference_models.screened_repulsion,
     "matrix_product": lambda x, weights: x @ weights,
 }
 
@@ -183,6 +186,10 @@ def tabulated_sum(arguments, choose):
     arguments["order"] = choose(range(8))
 
 
+def screened_repulsion(arguments, choose):
+    arguments["table"].values = [choose([0.0, 0.4]), 1.2, 1.0, 3.0, 0.5, 1.0, 0.3, 0.4, 0.1, 0.2]
+
+
 adjust = {
     "_force_virial": force_virial,
     "_edge_force_virial": force_virial,
@@ -201,6 +208,7 @@ adjust = {
     "environment_spline": environment_spline,
     "_environment_spline_along": environment_spline,
     "_environment_spline_backward": environment_spline,
+    "screened_repulsion": screened_repulsion,
     "tabulated_sum": tabulated_sum,
     "_tabulated_sum_backward": tabulated_sum,
 }

@@ -148,3 +148,63 @@ def tabulated_sum(x, R, kind, table, grid, order=0):
     elif order > 1:
         g = torch.where(beyond == 0, g, 0.0)
     return torch.einsum("isa,ism->iam", torch.where(live.unsqueeze(-1), R, 0.0), g)
+
+
+def near_pairs(positions, list_neigh, image, offset, cutoff, slots):
+    """Return near, Rij, count and nearest, atom by atom."""
+    n = len(list_neigh)
+    near = torch.full((n, slots), -1)
+    Rij = positions.new_zeros(n, slots, 3)
+    count = torch.zeros(n, dtype=torch.int64)
+    nearest = positions.new_full((n,), torch.inf)
+    for i in range(n):
+        filled = list_neigh[i] >= 0
+        j = list_neigh[i, filled].long()
+        d = positions[j] + offset[image[i, filled].long()] - positions[i]
+        r2 = d.square().sum(-1)
+        is_near = ~(r2 >= cutoff**2)
+        count[i] = is_near.sum()
+        kept = min(slots, int(count[i]))
+        near[i, :kept] = j[is_near][:kept]
+        Rij[i, :kept] = d[is_near][:kept]
+        if len(r2):
+            nearest[i] = r2.nan_to_num(torch.inf).min()
+    return near, Rij, count, nearest
+
+
+def net_energies(
+    radial, A, net, factors, invariant, coefficient, w_radial, w_angular, b0, w1, bias
+):
+    """Return the energies of density_net, differentiable."""
+    sums = torch.cat([A, A.new_ones(1, *A.shape[1:])])  # the factor -1 is 1
+    terms = coefficient.view(-1, 1, 1) * sums[factors.long()].prod(1)
+    q = A.new_zeros(w_angular.shape[1], *A.shape[1:]).index_add(0, invariant.long(), terms)
+    own = net.clamp(min=0)
+    hidden = torch.einsum("nr,nrk->nk", radial, w_radial[own]) - b0[own]
+    hidden = hidden + torch.einsum("pnf,npfk->nk", q, w_angular[own])
+    energy = (torch.tanh(hidden) * w1[own]).sum(-1) - bias[own]
+    return torch.where(net >= 0, energy, 0.0)
+
+
+def density_net(radial, A, **others):
+    radial = radial.detach().requires_grad_()
+    A = A.detach().requires_grad_()
+    energy = net_energies(radial, A, **others)
+    gradients = torch.autograd.grad(energy.sum(), [radial, A], materialize_grads=True)
+    return energy.detach(), *gradients
+
+
+def screened_repulsion(d, kind, table):
+    is_pair = kind >= 0
+    # An empty slot, which may hold NaN, gets a vector beyond all cutoffs.
+    far = 1 + table[:, 1].abs().max().item() if len(table) else 1.0
+    d = torch.where(is_pair.unsqueeze(-1), d, far).requires_grad_()
+    inner, outer, *terms = table[kind.clamp(min=0)].unbind(-1) if len(table) else [d[..., 0]] * 10
+    r = d.square().sum(-1).sqrt()
+    sums = sum(a * torch.exp(-b * r) for a, b in zip(terms[::2], terms[1::2]))
+    x = torch.where(r > inner, (r - inner) / (outer - inner), 0.0)
+    energy = torch.where(
+        is_pair & (r < outer.abs()), sums / r * (1 + torch.cos(math.pi * x)) / 2, 0.0
+    )
+    (grad,) = torch.autograd.grad(energy.sum(), d)
+    return energy.detach().sum(-1), torch.where((energy != 0).unsqueeze(-1), grad, 0.0)

@@ -559,6 +559,7 @@ def test_every_case_of_the_benchmark_runs(tmp_path):
     results = json.loads((tmp_path / "kernels.json").read_text())
     rows = results["cases"]
     operators = "force edge_force warp density environment_spline tabulated_sum matrix_product "
+    operators += "density_net near_pairs screened_repulsion "
     for operator in (operators + "neighbor_index edge_order").split():
         assert any(name.startswith(operator) for name in rows), operator
     assert all(set(row) == {"MB"} for row in rows.values())
