@@ -120,6 +120,16 @@ template Call::Call(const DensityInputs<float, int64_t>&);
 template Call::Call(const DensityInputs<double, int32_t>&);
 template Call::Call(const DensityInputs<double, int64_t>&);
 
+[[noreturn]] void refuse_grid(const double* grid, int64_t kinds) {
+  int64_t k = 0;
+  while (k + 1 < kinds && grid[2 * k] >= 0 && grid[2 * k + 1] > grid[2 * k] &&
+         grid[2 * k + 1] < INFINITY)
+    ++k;
+  throw std::runtime_error("calcops_models::density: expected `grid` 0 <= first < last, got " +
+                           std::to_string(grid[2 * k]) + " and " + std::to_string(grid[2 * k + 1]) +
+                           " of kind " + std::to_string(k));
+}
+
 Call::Call(const DensityInputs<void, void>& in, Find find_, bool is_float32_)
     : DensityInputs(in),
       find(find_),
@@ -134,18 +144,20 @@ Call::Call(const DensityInputs<void, void>& in, Find find_, bool is_float32_)
       tail_begin(std::clamp<int64_t>(table_size() - 5 * functions - padded + 1, 0, table_size())),
       tail(table_size() - tail_begin + padded) {
   square_of_cutoff.get()[0] = 0;
+  // Without branches, so that GCC vectorizes the loop: 89 elements have 7,921 kinds.
+  int wrong = 0, other_cutoffs = 0, other_begins = 0;
   for (int64_t k = 0; k < kinds; ++k) {
     const double first = in.grid[2 * k], last = in.grid[2 * k + 1];
-    if (!(first >= 0 && last > first && last < INFINITY))
-      throw std::runtime_error("calcops_models::density: expected `grid` 0 <= first < last, got " +
-                               std::to_string(first) + " and " + std::to_string(last) +
-                               " of kind " + std::to_string(k));
+    wrong |= !(first >= 0) | !(last > first) | !(last < INFINITY);
     square_of_cutoff.get()[k + 1] = last * last;
     begin.get()[k] = first;
     cells_per_unit.get()[k] = cells / (last - first);
-    have_one_cutoff &= last == in.grid[1];
-    begin_at_zero &= first == 0;
+    other_cutoffs |= last != in.grid[1];
+    other_begins |= first != 0;
   }
+  if (wrong) refuse_grid(in.grid, kinds);
+  have_one_cutoff = !other_cutoffs;
+  begin_at_zero = !other_begins;
   const int64_t size = table_size() - tail_begin;
   RealInput(table, is_float32).visit(tail_begin, [&](const auto* from) {
     std::memset(tail.get(), 0, (size + padded) * sizeof *from);
