@@ -50,30 +50,24 @@ def check_entries(list_neigh, natoms):
         )
 
 
-def call_in_blocks(model, cutoff, types, list_neigh, Rij, nghost, block_slots=kBlockSlots):
+def call_in_blocks(model, types, list_neigh, Rij, nghost, block_slots=kBlockSlots):
     """Return what model(types, list_neigh, Rij, nghost) returns, by calls for a part of the atoms.
 
-    A call gets the pairs within the cutoff and, as ghosts, the neighbours that are not in its part.
-    The sums over atoms have another order than in a single call.
+    A call gets, as ghosts, the neighbours that are not in its part. The sums over atoms have
+    another order than in a single call.
 
     Args:
         model: a function of types, list_neigh, Rij and nghost. The energy of an atom depends on its
             own row alone.
-        cutoff: a length, beyond which pairs count for nothing.
         types: [n + nghost] or [B, n + nghost].
-        list_neigh: [B, n, K], -1 in empty slots.
+        list_neigh: [B, n, K], -1 in empty slots. Other entries name one of the atoms.
         Rij: [B, n, K, 3].
         nghost: the number of ghosts.
         block_slots: pairs of a block for each thread.
-
-    Raises:
-        ValueError: an entry of list_neigh names no atom.
     """
-    B, n, _ = list_neigh.shape
+    B, n, slots = list_neigh.shape
     natoms = n + nghost
-    check_entries(list_neigh, natoms)
-    list_neigh, Rij = near_pairs(list_neigh, Rij, cutoff)
-    rows = block_slots * torch.get_num_threads() // list_neigh.shape[2] + 1
+    rows = block_slots * torch.get_num_threads() // max(1, slots) + 1
     if B * n <= rows:
         return model(types, list_neigh, Rij, nghost)
 
@@ -103,11 +97,14 @@ def numbered(list_neigh, part, natoms):
         natoms: the number of all atoms.
     """
     filled = list_neigh >= 0
+    # An empty slot stands for a centre, because a selection of the filled ones takes longer.
+    neighbours = torch.where(filled, list_neigh, part.start).flatten().long()
     is_neighbour = torch.zeros(natoms, dtype=torch.bool, device=list_neigh.device)
-    is_neighbour[list_neigh[filled].long()] = True
+    is_neighbour.index_fill_(0, neighbours, True)
     is_neighbour[part] = False
     centres = torch.arange(part.start, part.stop, device=list_neigh.device)
     atoms = torch.cat([centres, is_neighbour.nonzero().squeeze(-1)])
     number = torch.empty(natoms, dtype=list_neigh.dtype, device=list_neigh.device)
     number[atoms] = torch.arange(len(atoms), dtype=list_neigh.dtype, device=list_neigh.device)
-    return atoms, torch.where(filled, number[list_neigh.clamp(min=0).long()], -1)
+    own = number.index_select(0, neighbours).view_as(list_neigh)
+    return atoms, torch.where(filled, own, -1)

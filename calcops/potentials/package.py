@@ -28,6 +28,7 @@ A package takes tensors only. The length of types [n + nghost] gives the number 
 
 import contextlib
 import copy
+import hashlib
 import inspect
 import logging
 import re
@@ -36,7 +37,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from calcops.potentials.blocks import call_in_blocks, check_entries, kBlockSlots
+from calcops.potentials.blocks import call_in_blocks, check_entries, kBlockSlots, near_pairs
 from calcops.potentials.checks import (
     check_cutoff,
     check_file,
@@ -276,9 +277,17 @@ def load(path, device="cpu"):
         device: of an archive. A package is bound to its own.
 
     Raises:
-        ValueError: save() did not write the file, or an operator that it calls is not loaded.
+        ValueError: there is no such file, save() did not write it, or an operator that it calls is
+            not loaded.
     """
-    return Package(Path(path).absolute(), device)
+    path = Path(path).absolute()
+    if not path.exists():
+        raise ValueError(f"expected a package or an archive, got no file {path}")
+    if path.suffix not in (".pt", ".pt2"):
+        raise ValueError(
+            f"expected a file that ends in .pt or .pt2, got {path} (calcops.nep reads a nep.txt)"
+        )
+    return Package(path, device)
 
 
 @contextlib.contextmanager
@@ -329,12 +338,10 @@ def load_operators(names, path):
 class Package:
     """A saved model: a function of (types, list_neigh, Rij, nghost).
 
-    Its attributes are cutoff, units, type_names, dtype and device, and sel and shortest of a model
-    that has them. A pickle or a copy of it holds
-    the path, and opens the file again.
+    Its attributes are cutoff, units, type_names, dtype and device, digest (the file's SHA-256), and
+    sel and shortest of a model that has them. A pickle or a copy of it holds the path, and opens
+    the file again.
     """
-
-    skips_far_pairs = True  # callers need not remove pairs beyond the cutoff
 
     def __init__(self, path, device):
         self.path = path
@@ -343,6 +350,7 @@ class Package:
             if not about.get("cutoff"):
                 raise ValueError("it has no cutoff")
         load_operators(about.get("operators", ""), path)
+        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()  # the file may be replaced
         with refusals(path), quietly():
             self.open(device)
         self.cutoff = float(about["cutoff"])
@@ -377,15 +385,23 @@ class Package:
             ValueError: the arguments do not fit each other or the file.
         """
         self.check_arguments(types, list_neigh, Rij, nghost)
-        takes_order = self.path.suffix == ".pt2" and "edge_order" in self.inputs
-        is_local = self.layers == 1 and not takes_order and list_neigh.device.type == "cpu"
-        if is_local and not options:
-            return call_in_blocks(
-                self.call, self.cutoff, types, list_neigh, Rij, nghost, self.block_slots
-            )
         if list_neigh.device.type == "cpu":
             check_entries(list_neigh, list_neigh.shape[1] + nghost)
-        return self.call(types, list_neigh, Rij, nghost, **options)
+        if options or not self.is_local(list_neigh.device):
+            return self.call(types, list_neigh, Rij, nghost, **options)
+        list_neigh, Rij = near_pairs(list_neigh, Rij, self.cutoff)
+        return self.of_near_pairs(types, list_neigh, Rij, nghost)
+
+    def of_near_pairs(self, types, list_neigh, Rij, nghost=0):
+        """Return the results of a call for pairs within the cutoff alone. It checks nothing."""
+        if not self.is_local(list_neigh.device):
+            return self.call(types, list_neigh, Rij, nghost)
+        return call_in_blocks(self.call, types, list_neigh, Rij, nghost, self.block_slots)
+
+    def is_local(self, device):
+        """Return True if blocks of atoms can be computed one by one, which pays on CPUs."""
+        takes_order = self.path.suffix == ".pt2" and "edge_order" in self.inputs
+        return self.layers == 1 and not takes_order and device.type == "cpu"
 
     def check_arguments(self, types, list_neigh, Rij, nghost):
         """Raise ValueError if arguments have other shapes or a dtype than the file takes.
