@@ -18,9 +18,9 @@ from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.eos import EquationOfState
 from calcops.ase import CalcOps
-from calcops.ase.calculator import NeighbourList
 from calcops.nep.model import Nep
 from calcops.nep.nep_file import NepFile
+from calcops.train.neighbours import neighbours, pair_vectors
 
 CUTOFFS = 5.5, 4.5  # radial and angular, A
 FUNCTIONS, BASIS, NEURONS = 7, 9, 20
@@ -48,17 +48,11 @@ def crystals(random):
 
 def batch(frames, cutoff):
     """Return the arguments of a Nep, energies [B] and forces [B, n, 3] of frames."""
-    lists = [NeighbourList(atoms, cutoff, 0.0, "cpu") for atoms in frames]
-    n = len(frames[0])
-    slots = max(pairs.list_neigh.shape[2] for pairs in lists)
-    list_neigh = torch.full((len(frames), n, slots), -1)
-    Rij = torch.zeros(len(frames), n, slots, 3, dtype=torch.float64)
-    for i, (atoms, pairs) in enumerate(zip(frames, lists)):
-        count = pairs.list_neigh.shape[2]
-        list_neigh[i, :, :count] = pairs.list_neigh[0]
-        positions, cell = torch.tensor(atoms.positions), torch.tensor(atoms.cell.array)
-        Rij[i, :, :count] = pairs.pair_vectors(positions, cell)[0]
-    types = torch.zeros(1, n, dtype=torch.int64)
+    positions = torch.tensor(np.array([atoms.positions for atoms in frames]))
+    cells = torch.tensor(np.array([atoms.cell.array for atoms in frames]))
+    list_neigh, shift = neighbours(positions, cells, cutoff)
+    Rij = pair_vectors(positions, list_neigh, shift)
+    types = torch.zeros(1, positions.shape[1], dtype=torch.int64)
     energy = torch.tensor([atoms.get_potential_energy() for atoms in frames])
     force = torch.tensor(np.array([atoms.get_forces() for atoms in frames]))
     return (types, list_neigh, Rij), energy, force

@@ -1,10 +1,9 @@
 """Read a nep.txt of GPUMD and write a package (.pt2) or an archive (.pt) of it.
 
-python -m calcops.nep nep.txt si.pt2
+calcops nep nep.txt si.pt2
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from calcops.potentials.package import save
 
 def main():
     """Run the program."""
-    parser = argparse.ArgumentParser(prog="calcops.nep", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="calcops nep", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="a nep.txt of version 3 or 4")
     parser.add_argument("output", type=Path, help=".pt2 or .pt")
     parser.add_argument("--types", nargs="+", metavar="Si", help="only these types, in this order")
@@ -37,7 +36,6 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError) as error:
-        sys.exit(f"calcops.nep: {error}")
+    from calcops.__main__ import renamed
+
+    renamed("nep")

@@ -11,8 +11,10 @@ Functions of the radial part, n = 0, 1, ...: q_n = sum_j g_n(r_ij). The angular 
 of its own: A_nlm = sum_j g_n(r_ij) Y_lm(r_ij), and the invariants
 
     q_nl    sum_m A_nlm^2, l = 1 to l_max
-    q_222   the invariant of third order in A_n2m
-    q_1111  the square of q_n1
+    q_1111  7/15 of the square of q_n1
+    q_222, q_112, q_123, q_233, q_134
+            sum over l, m of W A_nlm A_nl'm' A_nl''m'' with the l of the name, where W are Wigner's
+            3j symbols for real harmonics
 
 g_n = sum_k c_nk f_k, where c depends on the types of both atoms, and f_k is the radial basis of
 radial_splines.py. torch.ops.calcops_models.density computes the sums, with g_n as splines.
@@ -26,41 +28,25 @@ import math
 import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import numpy as np
 import torch
+from calcops.nep.invariants import TripleInvariant, sums_of_squares, terms_of, wigner_symbols
 from calcops.nep.nep_file import NepFile, read
-from calcops.nep.radial_splines import b_splines, interpolation, radial_basis
+from calcops.nep.radial_splines import error_bounds, interpolation
+from calcops.nep.zbl import terms_of_zbl
+from calcops.potentials.blocks import call_in_blocks
 from calcops.potentials.potential import forces_of_slots
 
-kElements = (
-    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se "
-    "Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy "
-    "Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu"
-).split()
 kCells = 256
+kBlockSlots = 1 << 16  # pairs of a call for each thread whose intermediate results fit the cache
 kWithoutY00 = math.sqrt(4 * math.pi)  # the radial sums of density have a factor Y_00, NEP's do not
-
-# GPUMD's factors of the terms of q_222 and of q_1111. Its harmonics are 3z^2 - 1; xz and yz;
-# x^2 - y^2 and 2xy; x, y and z. Orthonormal ones are these times kAxial, kMixed, kMixed / 2 and
-# kLinear.
-k222 = (
-    -0.007499480826664,
-    -0.134990654879954,
-    0.067495327439977,
-    0.404971964639861,
-    -0.809943929279723,
-)
-k1111 = 0.026596810706114
-kAxial = math.sqrt(5 / (16 * math.pi))
-kMixed = math.sqrt(15 / (4 * math.pi))
-kLinear = math.sqrt(3 / (4 * math.pi))
 
 
 def load(path, type_names=None, cells=kCells):
-    """Return the Nep of a nep.txt, in float64, eV and A. Print the error of its splines.
+    """Return the Nep of a nep.txt, in float64, eV and A. Print a bound of its splines' errors.
 
     Args:
         path: of a file of GPUMD, version 3 or 4.
-        type_names: the types that are needed, in the order that the model shall have. Tables of
-            pairs grow with the square of their number. None: all types of the file.
+        type_names: the types that are needed, in the order that the model shall have. None: all
+            types of the file.
         cells: of the splines of the radial functions.
 
     Raises:
@@ -70,10 +56,10 @@ def load(path, type_names=None, cells=kCells):
     if type_names is not None:
         file = file.of_types(type_names)
     model = Nep(file, cells).eval()
-    values, slopes = model.spline_error()
+    values, slopes = (1.5 * bound for bound in model.spline_error())  # one digit does not cut them
     print(
-        f"{path}: splines of {cells} cells differ by {values:.0e} of the largest radial function "
-        f"and by {slopes:.0e} of the largest slope"
+        f"{path}: splines of {cells} cells differ by at most {values:.0e} of the largest radial "
+        f"function and {slopes:.0e} of the largest slope"
     )
     return model
 
@@ -82,7 +68,9 @@ class Nep(torch.nn.Module):
     """A neuroevolution potential.
 
     After `train()` every call computes the tables of the radial functions from their coefficients,
-    which are parameters like those of the net. `eval()` computes them once.
+    which are parameters like those of the net. After `eval()` the first call with a pair of types
+    computes its table: those of all pairs take 165 MB for 89 types. On a GPU and in another dtype,
+    a model has all tables.
 
     Args:
         file: a NepFile.
@@ -98,50 +86,112 @@ class Nep(torch.nn.Module):
         self.l_max = file.l_max
         self.has_q222 = file.has_q222
         self.has_q1111 = file.has_q1111
-        planar = kMixed / 2  # of x^2 - y^2 and 2xy
-        self.k222 = [
-            k222[0] / kAxial**3,
-            k222[1] / (kAxial * kMixed**2),
-            k222[2] / (kAxial * planar**2),
-            k222[3] / (planar * kMixed**2),
-            k222[4] / (planar * kMixed**2),
-        ]
-        self.k1111 = k1111 / kLinear**4
+        self.register_buffer("rows", sums_of_squares(file.l_max, file.has_q222), persistent=False)
+        self.k222 = 6 * wigner_symbols(2, 2, 2)[0, 1, 3].item()  # of xy yz xz
+        self.k1111 = 7 / 15
+        self.triples = torch.nn.ModuleList(TripleInvariant(name) for name in file.triples)
+        terms = terms_of(file.l_max, file.has_q222, file.has_q1111, file.triples)
+        for name, tensor in zip(("factors", "invariant", "coefficient"), terms):
+            self.register_buffer(name, tensor, persistent=False)
 
         self.cutoffs = file.cutoffs.tolist()
         self.neighbours = file.neighbours
         for part, name in enumerate(("radial", "angular")):
             c = torch.tensor(file.c[part]).flatten(0, 1)
             self.register_parameter(f"{name}_c", torch.nn.Parameter(c))  # [kinds, basis, F]
-            basis, grid = splines_of_basis(file.cutoffs[:, part], c.shape[1], cells)
+            basis = torch.from_numpy(interpolation(cells, c.shape[1]))
             if name == "radial":
                 basis = basis * kWithoutY00
             self.register_buffer(f"{name}_basis", basis)
-            self.register_buffer(f"{name}_grid", grid)
-            self.register_buffer(f"{name}_table", basis @ c)
+            self.register_buffer(f"{name}_grid", grid_of(file.cutoffs[:, part]))
         self.w0 = torch.nn.Parameter(torch.tensor(file.w0).mT.contiguous())  # [nets, dim, neurons]
         self.b0 = torch.nn.Parameter(torch.tensor(file.b0))
         self.w1 = torch.nn.Parameter(torch.tensor(file.w1))
         self.bias = torch.nn.Parameter(torch.tensor(file.bias))  # [nets]
         self.register_buffer("scale", torch.tensor(file.scale))
 
-        self.zbl_inner, self.zbl_outer = file.zbl or (0.0, 0.0)
-        numbers = [0.0] * len(self.type_names)
-        if file.zbl:
-            unknown = [name for name in self.type_names if name not in kElements]
-            if unknown:
-                raise ValueError(f"expected chemical elements for the ZBL, got {' '.join(unknown)}")
-            numbers = [kElements.index(name) + 1.0 for name in self.type_names]
-        self.register_buffer("atomic_numbers", torch.tensor(numbers, dtype=torch.float64))
+        self.zbl = file.zbl
+        table = terms_of_zbl(file.zbl, self.type_names)
+        self.zbl_outer = float(table[:, 1].max(initial=0))
+        self.register_buffer("zbl_table", torch.from_numpy(table))
+        self.forget_tables()
 
     def train(self, mode: bool = True):
-        """Let the parameters be trained, or compute the tables from them. Return the model."""
+        """Let the parameters be trained, or let calls compute tables of them. Return the model."""
         super().train(mode)
-        if not mode:
-            with torch.no_grad():
-                self.radial_table = self.radial_basis @ self.radial_c
-                self.angular_table = self.angular_basis @ self.angular_c
+        self.forget_tables()
         return self
+
+    def forget_tables(self):
+        """Let the next call compute the tables of its pairs of types, from the parameters now."""
+        for name in ("radial", "angular"):
+            basis = getattr(self, f"{name}_basis")
+            c = getattr(self, f"{name}_c")
+            # The system provides memory of this size only as it is written.
+            table = basis.new_empty(len(c), len(basis), c.shape[2])
+            self.register_buffer(f"{name}_table", table, persistent=False)
+        with torch.no_grad():
+            weights = self.scale.unsqueeze(-1) * self.w0
+            functions = self.radial_c.shape[2]
+            w_angular = weights[:, functions:].unflatten(1, (-1, self.angular_c.shape[2]))
+            w_radial = weights[:, :functions]
+        self.register_buffer("w_radial", w_radial.contiguous(), persistent=False)
+        self.register_buffer("w_angular", w_angular.contiguous(), persistent=False)
+        self.has_table = np.zeros(len(self.radial_c), bool)
+        self.has_all_tables = False
+        self.versions = self.versions_now()
+        if self.radial_c.is_cuda and not self.training:
+            self.fill()
+
+    def fill_if_needed(self, types):
+        """Call `fill`, which TorchScript does not compile: a script has tables of its own."""
+        if torch.jit.is_scripting():
+            assert self.has_all_tables, "call fill() before torch.jit.script"
+        else:
+            self.fill(types)
+
+    @torch.jit.unused
+    def versions_now(self) -> list[int]:
+        """Return the versions of what tables and weights come from, which PyTorch counts."""
+        sources = self.radial_c, self.angular_c, self.w0, self.scale
+        return [0 if x.is_inference() else x._version for x in sources]
+
+    @torch.jit.unused
+    @torch.no_grad()
+    def fill(self, types: torch.Tensor | None = None):
+        """Compute the tables for all pairs of `types`, an int64 tensor; None: of all types.
+
+        Tables and weights that are older than the parameters are computed anew.
+        """
+        if self.versions != self.versions_now():
+            self.forget_tables()
+        if self.has_all_tables:
+            return
+        T = len(self.type_names)
+        present = np.arange(T)
+        if types is not None:
+            present = np.unique(types.cpu().numpy())
+            present = present[(present >= 0) & (present < T)]
+        kinds = (present[:, None] * T + present).flatten()
+        kinds = kinds[~self.has_table[kinds]]
+        if len(kinds):
+            own = torch.from_numpy(kinds).to(self.radial_c.device)
+            self.radial_table[own] = self.radial_basis @ self.radial_c[own]
+            self.angular_table[own] = self.angular_basis @ self.angular_c[own]
+            self.has_table[kinds] = True
+            self.has_all_tables = bool(self.has_table.all())
+
+    def _apply(self, *arguments):
+        """Move or convert the model, as `to` and others do, with all tables."""
+        if not self.training:
+            self.fill()
+        super()._apply(*arguments)
+        self.versions = self.versions_now()
+        return self
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        self.forget_tables()
 
     def file(self):
         """Return the NepFile of the model, which nep_file.write writes for GPUMD."""
@@ -165,7 +215,7 @@ class Nep(torch.nn.Module):
         return NepFile(
             version=self.version,
             type_names=list(self.type_names),
-            zbl=(self.zbl_inner, self.zbl_outer) if self.zbl_outer > 0 else None,
+            zbl=self.zbl,
             cutoffs=np.array(self.cutoffs),
             l_max=self.l_max,
             has_q222=self.has_q222,
@@ -177,49 +227,31 @@ class Nep(torch.nn.Module):
             c=tuple(part.reshape(T, T, *part.shape[1:]) for part in c),
             scale=scale,
             neighbours=self.neighbours,
+            triples=tuple(triple.name for triple in self.triples),
         )
 
     def spline_error(self):
-        """Return the largest error of the splines of radial functions and of their slopes.
-
-        Each is relative to the largest value or slope of the functions of its kind.
-        """
-        worst = [0.0, 0.0]
-        radial = self.radial_basis / kWithoutY00, self.radial_c, self.radial_grid
-        angular = self.angular_basis, self.angular_c, self.angular_grid
-        step = 0.01  # in cells, over which slopes are differences: exact to 1e-4
-        for basis, c, grid in (radial, angular):
-            cells = basis.shape[1] - 5
-            middle = np.linspace(step, cells - step, 8 * cells + 1)
-            positions = middle - step, middle, middle + step
-            splines = [b_splines(position, cells) for position in positions]
-            for cutoff in grid[:, 1].unique():
-                kinds = (grid[:, 1] == cutoff).nonzero().flatten()
-                lengths = [position * cutoff.item() / cells for position in positions]
-                exact = [radial_basis(r, cutoff.item(), c.shape[1]) for r in lengths]
-                spline = basis[kinds[0] if len(basis) > 1 else 0].numpy()
-                error = [B @ spline - values for B, values in zip(splines, exact)]
-                values = error[1], exact[1]
-                slopes = error[2] - error[0], exact[2] - exact[0]
-                for coefficients in c[kinds].detach().numpy():
-                    for k, of_basis in enumerate((values, slopes)):
-                        of_splines, largest = (np.abs(x @ coefficients).max() for x in of_basis)
-                        worst[k] = max(worst[k], float(of_splines / max(largest, 1e-300)))
-        return worst
+        """Return bounds of the errors of the splines and of their slopes, as error_bounds does."""
+        cells = len(self.radial_basis) - 5
+        of_parts = [
+            error_bounds(cells, c.detach().numpy()) for c in (self.radial_c, self.angular_c)
+        ]
+        return [max(bounds) for bounds in zip(*of_parts)]
 
     def invariants(self, A):
         """Return the invariants [n, dim of the angular part] of A [(l_max + 1)^2, n, F]."""
-        squares = A.square()
-        q = []
-        for l in range(1, self.l_max + 1):  # noqa: E741
-            q.append(squares[l * l : (l + 1) * (l + 1)].sum(0))
+        # Sums of squares by one product: a step of a training has small tensors and many operators.
+        sums = (self.rows @ A.square().flatten(1)).view(-1, A.shape[1], A.shape[2])
+        parts = A.split([2 * l + 1 for l in range(self.l_max + 1)])  # noqa: E741
+        q = list(sums[: self.l_max].unbind(0))
         if self.has_q222:
-            k = self.k222
-            xy, yz, z2, xz, x2 = A[4], A[5], A[6], A[7], A[8]  # m = -2 ... 2
-            of_z2 = k[0] * z2 * z2 + k[1] * (xz * xz + yz * yz) + k[2] * (x2 * x2 + xy * xy)
-            q.append(z2 * of_z2 + k[3] * x2 * (yz * yz - xz * xz) + k[4] * xz * yz * xy)
+            xy, yz, z2, xz, x2 = parts[2].unbind(0)  # m = -2 ... 2
+            of_z2, of_x2 = sums[self.l_max], sums[self.l_max + 1]
+            q.append(z2 * of_z2 + x2 * of_x2 + self.k222 * xz * yz * xy)
         if self.has_q1111:
             q.append(self.k1111 * q[0] * q[0])
+        for triple in self.triples:
+            q.append(triple(parts))
         return torch.cat(q, 1)
 
     def energies_of_nets(self, types, q):
@@ -251,25 +283,24 @@ class Nep(torch.nn.Module):
 
     def energies_of_zbl(self, d, kind):
         """Return half of the ZBL energies [n] of the pairs of each atom."""
-        T = len(self.type_names)
         d = torch.where((kind >= 0).unsqueeze(-1), d, self.cutoff)  # a slot may hold NaN
         square = d.square().sum(-1)
         is_near = (kind >= 0) & ~(square >= self.zbl_outer**2)
+        pair = kind.clamp(0, len(self.zbl_table) - 1)
         r = torch.where(is_near, square, 1.0).sqrt()
-        pair = kind.clamp(0, T * T - 1)
-        Zi = self.atomic_numbers[pair // T]
-        Zj = self.atomic_numbers[pair % T]
-        x = r * ((Zi**0.23 + Zj**0.23) * 2.134563)
-        phi = (
-            0.18175 * torch.exp(-3.1998 * x)
-            + 0.50986 * torch.exp(-0.94229 * x)
-            + 0.28022 * torch.exp(-0.4029 * x)
-            + 0.02817 * torch.exp(-0.20162 * x)
+        return torch.where(is_near, self.energies_of_near_pairs(r, pair), 0.0).sum(1)
+
+    def energies_of_near_pairs(self, r, pair):
+        """Return half of the ZBL energies of pairs at distances r, both of any shape."""
+        inner, outer, a1, b1, a2, b2, a3, b3, a4, b4 = self.zbl_table[pair].unbind(-1)
+        x = ((r - inner) / (outer - inner)).clamp(0.0, 1.0)
+        sums = (
+            a1 * torch.exp(-b1 * r)
+            + a2 * torch.exp(-b2 * r)
+            + a3 * torch.exp(-b3 * r)
+            + a4 * torch.exp(-b4 * r)
         )
-        u = (r - self.zbl_inner) * (math.pi / (self.zbl_outer - self.zbl_inner))
-        switch = torch.where(r < self.zbl_inner, 1.0, 0.5 + 0.5 * torch.cos(u))
-        energy = 0.5 * 14.399645 * Zi * Zj / r * phi * switch
-        return torch.where(is_near, energy, 0.0).sum(1)
+        return sums / r * (0.5 + 0.5 * torch.cos(math.pi * x))
 
     def atom_energies(self, types, kind, d):
         """Return the energies [n] of atoms.
@@ -280,18 +311,103 @@ class Nep(torch.nn.Module):
                 -1: an empty slot.
             d: [n, K, 3], vectors to the neighbours.
         """
-        radial_table, angular_table = self.radial_table, self.angular_table
-        if self.training:
-            radial_table = self.radial_basis @ self.radial_c
-            angular_table = self.angular_basis @ self.angular_c
-        radial = torch.ops.calcops_models.density(d, kind, radial_table, self.radial_grid, 1)
-        harmonics = (self.l_max + 1) * (self.l_max + 1)
-        A = torch.ops.calcops_models.density(d, kind, angular_table, self.angular_grid, harmonics)
-        q = torch.cat([radial[0], self.invariants(A)], 1)
+        q = self.unscaled_descriptors(kind, d)
         energy = self.energies_of_nets(types, q)
         if self.zbl_outer > 0:
             energy = energy + self.energies_of_zbl(d, kind)
         return energy
+
+    def energies_and_gradient(self, types, kind, d):
+        """Return the energies [n] of atom_energies, and the gradient [n, K, 3] of their sum for d.
+
+        The operators give both without PyTorch's autograd, whose graph costs more than they do.
+        """
+        radial, A = self.sums(kind, d, self.radial_table, self.angular_table)
+        energy, of_radial, of_A = torch.ops.calcops_models.density_net(
+            radial[0],
+            A,
+            types if self.w0.shape[0] > 1 else types.clamp(max=0),  # a NEP3 has one net
+            self.factors,
+            self.invariant,
+            self.coefficient,
+            self.w_radial,
+            self.w_angular,
+            self.b0.detach(),
+            self.w1.detach(),
+            self.bias.detach(),
+        )
+        gradient = torch.ops.calcops_models._density_backward(
+            of_radial.unsqueeze(0), d, kind, self.radial_table, self.radial_grid, 1
+        )
+        gradient += torch.ops.calcops_models._density_backward(
+            of_A, d, kind, self.angular_table, self.angular_grid, A.shape[0]
+        )
+        if self.zbl_outer > 0:
+            of_zbl, of_d = torch.ops.calcops_models.screened_repulsion(d, kind, self.zbl_table)
+            energy += of_zbl
+            gradient += of_d
+        return energy, gradient
+
+    def sums(self, kind, d, radial_table, angular_table):
+        """Return the sums over neighbours of the radial [1, n, F] and the angular part [.., n, F].
+
+        The arguments are those of atom_energies, and what `tables` returns.
+        """
+        harmonics = (self.l_max + 1) * (self.l_max + 1)
+        radial = torch.ops.calcops_models.density(d, kind, radial_table, self.radial_grid, 1)
+        A = torch.ops.calcops_models.density(d, kind, angular_table, self.angular_grid, harmonics)
+        return radial, A
+
+    def tables(self):
+        """Return the splines [kinds, cells + 5, F] of the functions of both parts.
+
+        They depend on the coefficients in PyTorch's graph, unless nobody asks for a gradient.
+        """
+        if self.has_all_tables and not self.radial_c.requires_grad:
+            return self.radial_table, self.angular_table
+        return self.radial_basis @ self.radial_c, self.angular_basis @ self.angular_c
+
+    def nets(self):
+        """Return w0 [nets, dim, neurons] for descriptors without a scale, b0 and w1."""
+        return self.scale.unsqueeze(-1) * self.w0, self.b0, self.w1
+
+    def unscaled_descriptors(self, kind, d):
+        """Return the descriptors [n, dim] of atoms before `scale`; the arguments as above."""
+        radial, A = self.sums(kind, d, *self.tables())
+        return torch.cat([radial[0], self.invariants(A)], 1)
+
+    @torch.no_grad()
+    def descriptors(self, types, list_neigh, Rij):
+        """Return the descriptors q [B n, dim] of atoms, as calorine and GPUMD give them.
+
+        They are the numbers that the nets take: `scale` is applied. The arguments are those of
+        `forward`.
+        """
+        _, Rij, kind = self.environment(types, list_neigh, Rij)
+        if self.training:
+            tables = self.tables()
+        else:
+            self.fill(types)
+            tables = self.radial_table, self.angular_table
+        radial, A = self.sums(kind.flatten(0, 1), Rij.flatten(0, 1), *tables)
+        return torch.cat([radial[0], self.invariants(A)], 1) * self.scale
+
+    @torch.no_grad()
+    def latent(self, types, list_neigh, Rij):
+        """Return the outputs [B n, neurons] of the hidden layer times w1, as NEP_CPU gives them.
+
+        They add up to the energy of an atom plus its bias, without ZBL. The arguments are those of
+        `forward`.
+        """
+        q = self.descriptors(types, list_neigh, Rij) / self.scale
+        w0, b0, w1 = self.nets()
+        B, n, _ = list_neigh.shape
+        nets = types.expand(B, types.shape[-1])[:, :n].flatten().clamp(max=len(w0) - 1)
+        latent = q.new_zeros(len(q), w0.shape[2])
+        for t in nets[nets >= 0].unique().tolist():
+            hidden = torch.tanh(torch.addmm(-b0[t], q[nets == t], w0[t]))
+            latent[nets == t] = hidden * w1[t]
+        return latent
 
     def kinds(self, types, list_neigh):
         """Return `kind` of atom_energies for a list [B, n, K] and types [B, n + nghost].
@@ -318,13 +434,19 @@ class Nep(torch.nn.Module):
     def evaluate(self, types, list_neigh, Rij, kind, nghost: int, create_graph: bool):
         """Return the results of `forward` from those of `environment`."""
         B, n, _ = list_neigh.shape
-        types = types.expand(B, types.shape[-1])
+        centres = types.expand(B, types.shape[-1])[:, :n].flatten().long()
         if not create_graph:
             Rij = Rij.detach()
         d = Rij.flatten(0, 1)
+        if not (create_graph or self.training):
+            self.fill_if_needed(types)
+            energies, gradient = self.energies_and_gradient(centres, kind.flatten(0, 1), d)
+            force, virial, atom_virial = forces_of_slots(list_neigh, kind >= 0, gradient, d, nghost)
+            atom_energy = energies.view(B, n)
+            return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
         if not d.requires_grad:
             d = d.view_as(d).requires_grad_()  # the caller's stays as it is
-        energies = self.atom_energies(types[:, :n].flatten(), kind.flatten(0, 1), d)
+        energies = self.atom_energies(centres, kind.flatten(0, 1), d)
         gradient = torch.autograd.grad([energies.sum()], [d], create_graph=create_graph)[0]
         assert gradient is not None  # for torch.jit.script
         atom_energy = energies.view(B, n)
@@ -333,6 +455,13 @@ class Nep(torch.nn.Module):
             d = d.detach()
         force, virial, atom_virial = forces_of_slots(list_neigh, kind >= 0, gradient, d, nghost)
         return atom_energy.sum(-1), atom_energy, force, virial, atom_virial
+
+    @torch.jit.unused
+    def of_near_pairs(self, types, list_neigh, Rij, nghost: int = 0):
+        """Return the results of `forward`, on a CPU by blocks of atoms that fit the cache."""
+        if self.training or list_neigh.device.type != "cpu":
+            return self(types, list_neigh, Rij, nghost)
+        return call_in_blocks(self, types, list_neigh, Rij, nghost, kBlockSlots)
 
     def forward(self, types, list_neigh, Rij, nghost: int = 0, create_graph: bool = False):
         """Return energies, forces and virials, as Potential.forward of ../potentials/potential.py.
@@ -344,22 +473,7 @@ class Nep(torch.nn.Module):
         return self.evaluate(types, list_neigh, Rij, kind, nghost, create_graph)
 
 
-def splines_of_basis(cutoffs, count, cells):
-    """Return splines of the radial basis for all pairs of types, and the grid of density.
-
-    Args:
-        cutoffs: [T], of the types.
-        count: of the functions of the basis.
-        cells: of the splines.
-
-    Returns:
-        The coefficients [T T, cells + 5, count] of the splines, or [1, cells + 5, count] if all
-        cutoffs are equal, and the grid [T T, 2].
-    """
+def grid_of(cutoffs):
+    """Return the grid [T^2, 2] of density for all pairs of types with cutoffs [T]."""
     of_pairs = ((cutoffs[:, None] + cutoffs) / 2).flatten()
-    grid = np.stack([np.zeros_like(of_pairs), of_pairs], 1)
-    bases = {cutoff: interpolation(cutoff, cells, count) for cutoff in set(of_pairs.tolist())}
-    if len(bases) == 1:
-        of_pairs = of_pairs[:1]
-    basis = np.stack([bases[cutoff] for cutoff in of_pairs.tolist()])
-    return torch.from_numpy(basis), torch.from_numpy(grid)
+    return torch.from_numpy(np.stack([np.zeros_like(of_pairs), of_pairs], 1))

@@ -32,13 +32,43 @@ def b_splines(position, cells):
     return result
 
 
-def interpolation(cutoff, cells, count):
+def interpolation(cells, count):
     """Return the coefficients [cells + 5, count] of splines that interpolate the radial basis.
 
-    They agree with it at both ends of each cell and, near both ends of the grid [0, cutoff], at
-    two more points in place of conditions for derivatives.
+    They agree with it at both ends of each cell and, near both ends of the grid, at two more points
+    in place of conditions for derivatives. They are those of any cutoff, since the basis depends on
+    r / cutoff alone.
     """
     more = np.array([0.5, 1.5])
     position = np.sort(np.concatenate([np.arange(cells + 1), more, cells - more]))
-    values = radial_basis(position * cutoff / cells, cutoff, count)
-    return np.linalg.solve(b_splines(position, cells), values)
+    return np.linalg.solve(b_splines(position, cells), radial_basis(position, cells, count))
+
+
+def error_bounds(cells, c):
+    """Return bounds of the errors of splines of radial functions and of their slopes.
+
+    Each is relative to the largest value or slope of the functions of the same pair of types. The
+    errors of the basis bound those of its sums, so that many pairs of types cost little.
+
+    Args:
+        cells: of the splines.
+        c: [kinds, basis, F], the coefficients of the functions.
+    """
+    count = c.shape[1]
+    coefficients = interpolation(cells, count)
+
+    def errors(position):
+        return b_splines(position, cells) @ coefficients - radial_basis(position, cells, count)
+
+    step = 0.002  # in cells, over which slopes are differences
+    fine = np.linspace(step, cells - step, 20 * cells + 1)
+    coarse = np.linspace(step, cells - step, 65)
+    above = radial_basis(coarse + step, cells, count)
+    below = radial_basis(coarse - step, cells, count)
+    slopes = errors(fine + step) - errors(fine - step)
+    bounds = []
+    for error, values in ((errors(fine), (above + below) / 2), (slopes, above - below)):
+        largest = np.abs(values @ c).max((1, 2))
+        most = (np.abs(error).max(0) @ np.abs(c)).max(1)
+        bounds.append(float((most / np.maximum(largest, 1e-300)).max()))
+    return bounds

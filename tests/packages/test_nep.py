@@ -2,7 +2,8 @@
 
 The models in nep_models/ hold random numbers. numbers.json has the results of NEP_CPU, which is
 commit 7319bdc of https://github.com/brucefan1983/NEP_CPU, for frames whose cells are smaller than
-the sphere of the cutoff. The script was nep_reference.py of commit cdc1db7.
+the sphere of the cutoff. The script was nep_reference.py of commit cdc1db7; two models have NEP_CPU's
+find_descriptor and find_latent_space, too.
 """
 
 import json
@@ -49,12 +50,12 @@ def assert_results_of_nep_cpu(results, frame, energy=1e-9, others=1e-8):
 def test_the_numbers_are_those_of_nep_cpu(name, capsys):
     model = load(FILES / f"{name}.txt")
     printed = capsys.readouterr().out
-    assert re.search(r"splines of 256 cells differ by \de-\d\d of the largest", printed)
+    assert re.search(r"splines of 256 cells differ by at most \de-\d\d of the largest", printed)
     for frame in NUMBERS[name]:
         assert_results_of_nep_cpu(model(*inputs_of(frame, model)), frame)
 
 
-def test_few_cells_give_the_errors_that_load_prints():
+def test_few_cells_give_large_errors():
     model = load(FILES / "nep4.txt", cells=16)
     values, slopes = model.spline_error()
     assert 1e-6 < values < slopes < 1e-1
@@ -64,11 +65,12 @@ def test_few_cells_give_the_errors_that_load_prints():
 
 
 @pytest.mark.parametrize("name", ["nep4", "nep4_types"])
-def test_the_printed_errors_are_those_of_fine_samples(name):
+def test_the_printed_errors_bound_those_of_fine_samples(name, capsys):
     """Slopes of the basis come from autograd, those of the splines from scipy."""
     from scipy.interpolate import BSpline
 
     model = load(FILES / f"{name}.txt", cells=16)
+    model.fill()
     expected = np.zeros(2)
     for table, c, grid in (
         (model.radial_table / (4 * np.pi) ** 0.5, model.radial_c, model.radial_grid),
@@ -77,7 +79,7 @@ def test_the_printed_errors_are_those_of_fine_samples(name):
         for coefficients, of_kind, (_, cutoff) in zip(table.numpy(), c.detach(), grid.tolist()):
             knots = cutoff / 16 * np.arange(-5, 16 + 6)
             spline = BSpline(knots, coefficients, 5)
-            r = torch.linspace(0.001, cutoff - 0.001, 3001, dtype=torch.float64)
+            r = torch.linspace(1e-5, cutoff - 1e-5, 3001, dtype=torch.float64)
 
             def exact(r, cutoff=cutoff, of_kind=of_kind):
                 angle = torch.arccos(2 * (r / cutoff - 1) ** 2 - 1)
@@ -89,7 +91,10 @@ def test_the_printed_errors_are_those_of_fine_samples(name):
             for k, true in enumerate((values.numpy(), slopes.numpy())):
                 error = np.abs(spline(r.numpy(), k) - true).max() / np.abs(true).max()
                 expected[k] = max(expected[k], error)
-    np.testing.assert_allclose(model.spline_error(), expected, rtol=0.1)
+    bounds = np.array(model.spline_error())
+    assert (expected <= bounds).all() and (bounds < 3 * expected).all()
+    printed = np.array(re.findall(r"\de-\d\d", capsys.readouterr().out), float)
+    assert (bounds <= printed).all() and (printed < 3 * bounds).all()
 
 
 def test_a_model_of_some_types_gives_the_numbers_of_the_whole():
@@ -183,7 +188,7 @@ def test_an_archive_gives_the_same_in_ase(name, tmp_path):
 @pytest.mark.parametrize("name", ["nep3_zbl", "nep4_types"])
 def test_a_package_of_the_command_gives_the_numbers_of_nep_cpu(name, tmp_path):
     output = tmp_path / "model.pt2"
-    done = run(sys.executable, "-m", "calcops.nep", FILES / f"{name}.txt", output)
+    done = run(sys.executable, "-m", "calcops", "nep", FILES / f"{name}.txt", output)
     names = " ".join(read(FILES / f"{name}.txt").type_names)
     assert f"{output}: {names} within" in done.stdout
     model = package.load(output)
@@ -211,7 +216,8 @@ def test_a_file_that_is_written_gives_the_same_model(name, tmp_path):
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[key]), key
     assert (again.type_names, again.cutoff) == (model.type_names, model.cutoff)
-    assert (again.zbl_inner, again.zbl_outer) == (model.zbl_inner, model.zbl_outer)
+    np.testing.assert_array_equal(again.file().zbl, model.file().zbl)
+    assert again.file().triples == model.file().triples
 
 
 def energies_of_types(name, tmp_path):
@@ -393,8 +399,15 @@ def edited(name, old, new, tmp_path):
         ("nep4", "nep4 1 Si", "nep_zbl 1 Si", "nep_zbl is a NEP2, which is not supported"),
         ("nep4", "nep4 1 Si", "nep4 2 Si", "expected 2 types in the first line, got nep4 2 Si"),
         ("nep4", "nep4 1 Si", "nep4", "expected 0 types in the first line, got nep4"),
-        ("nep3_zbl", "zbl 1 2", "zbl 0 0", "a flexible ZBL is not supported"),
-        ("nep3_zbl", "zbl 1 2", "zbl 1 2 0.7", "a ZBL with cutoffs for each type is not supported"),
+        ("nep3_zbl", "zbl 1 2", "zbl 0 0", r"expected \d+ numbers after the head, got \d+"),
+        (
+            "nep3_zbl",
+            "zbl 1 2",
+            "zbl 1 2 0",
+            "expected `zbl` with a factor of radii above 0, got 0",
+        ),
+        ("nep3_zbl", "zbl 1 2", "zbl 0 0 0 0", "expected `zbl` with 0 <= inner < outer <= 4"),
+        ("nep3_zbl", "zbl 1 2", "zbl 1 2 3 4", "expected `zbl` with 0 <= inner < outer <= 4"),
         ("nep3_zbl", "zbl 1 2", "zbl 2 1", "expected `zbl` with 0 <= inner < outer <= 4"),
         ("nep3_zbl", "zbl 1 2", "zbl 2 4.1", "expected `zbl` with 0 <= inner < outer <= 4"),
         (
@@ -407,11 +420,13 @@ def edited(name, old, new, tmp_path):
         ("nep4", "cutoff 5 4 99 99", "cutoff 5 4 9.9 99", "expected numbers of neighbours in `cut"),
         ("nep4", "cutoff 5 4", "cutoff 4 5", "expected radial >= angular > 0 in `cutoff`"),
         ("nep4", "n_max 4 4", "n_max 4", "expected a line of `n_max` and 2 numbers, got n_max 4"),
-        ("nep4", "l_max 4 0 0", "l_max 4 1 0 1", "the invariants q_112 are not supported"),
-        ("nep4", "l_max 4 0 0", "l_max 4 0 0 0 0 0 1", "the invariants q_134 are not supported"),
-        ("nep4", "l_max 4 0 0", "l_max 1 2 0", "q_222 needs an `l_max` of 2 or more"),
+        ("nep4", "l_max 4 0 0", "l_max 1 2 0", "q_222 needs an `l_max` of 2 or more, got 1"),
+        ("nep4", "l_max 4 0 0", "l_max 1 0 0 1", "q_112 needs an `l_max` of 2 or more, got 1"),
+        ("nep4", "l_max 4 0 0", "l_max 3 0 0 0 0 0 1", "q_134 needs an `l_max` of 4 or more"),
+        ("nep4", "l_max 4 0 0", "l_max 4 0 0 0 2", "expected `l_max` with flags for q_222, q_1111"),
+        ("nep4", "l_max 4 0 0", "l_max 4 0 0 0 0 0 0 0", "expected `l_max` with flags for q_222"),
         ("nep4", "l_max 4 0 0", "l_max 5 0 0", "expected `l_max` from 1 to 4, got 5"),
-        ("nep4", "l_max 4 0 0", "l_max 4 3 0", "expected `l_max` with flags for q_222 and q_1111"),
+        ("nep4", "l_max 4 0 0", "l_max 4 3 0", "expected `l_max` with flags for q_222, q_1111"),
         ("nep4", "l_max 4 0 0", "l_max 4 2 0", r"expected \d+ numbers after the head, got \d+"),
         ("nep4", "ANN 8 0", "ANN 8 1", "expected `ANN <neurons> 0`, got 8 1"),
         ("nep4", "ANN 8 0\n", "", "expected a line of `ANN` and 2 numbers"),
@@ -432,6 +447,8 @@ def edited(name, old, new, tmp_path):
         ("nep4", "l_max 4 0 0", "l_max", "expected `l_max` from 1 to 4, got 0"),
         ("nep4", "cutoff 5 4", "cutoff inf 4", "expected a finite number, got 'inf'"),
         ("nep4_types", "3 Ag Cu Al", "3 Ag Cu Ag", "expected different types in the first line"),
+        ("nep4", "nep4 1 Si", "nep4 1 si", "expected symbols of elements, such as Si, got si"),
+        ("nep4_types", "Ag Cu Al", "Ag cU X", "expected symbols of elements, .*, got cU X"),
         ("nep4", "nep4 1 Si", "Si", "expected nep3, nep3_zbl, nep4 or nep4_zbl, got 'Si'"),
     ],
 )
@@ -439,17 +456,39 @@ def test_models_that_are_not_supported_are_refused_by_name(name, old, new, messa
     path = edited(name, old, new, tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         load(path)
-    assert str(error.value).startswith(f"{path}: ")
+    assert str(error.value).startswith(f"{path}, line ")
+
+
+@pytest.mark.parametrize(
+    "name, old, new, line",
+    [
+        ("nep4", "nep4 1 Si", "nep4 1 si", 1),
+        ("nep4", "n_max 4 4", "n_max 4", 3),
+        ("nep4", "n_max 4 4", "\nn_max 4", 4),
+        ("nep4", "ANN 8 0\n", "", 6),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n1\n", 339),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n\n\n1 2\n", 9),
+        ("nep4", "ANN 8 0\n", "ANN 8 0\n1\nnan\n", 8),
+        ("nep3_zbl", "cutoff 4 4", "cutoff 4 1.5", 2),
+    ],
+)
+def test_an_error_of_a_file_names_the_line(name, old, new, line, tmp_path):
+    path = edited(name, old, new, tmp_path)
+    with pytest.raises(ValueError, match=rf"nep\.txt, line {line}: expected"):
+        read(path)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "model.pt").write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match="expected nep3, nep3_zbl, nep4 or nep4_zbl, got "):
+        load(tmp_path / "model.pt")
 
 
 def test_wrong_types_and_files_are_errors(tmp_path):
-    with pytest.raises(ValueError, match="expected different types of Ag Cu Al, got Au"):
+    with pytest.raises(ValueError, match="expected types of Ag Cu Al, got Au$"):
         load(FILES / "nep4_types.txt", ["Au"])
-    with pytest.raises(ValueError, match="expected different types of Ag Cu Al, got Cu Cu"):
+    with pytest.raises(ValueError, match="expected different types, got Cu Cu"):
         load(FILES / "nep4_types.txt", ["Cu", "Cu"])
-    path = edited("nep3_zbl", " C\n", " Xy\n", tmp_path)
-    with pytest.raises(ValueError, match="expected chemical elements for the ZBL, got Xy"):
-        load(path)
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match="expected nep3, nep3_zbl, nep4 or nep4_zbl"):
         load(tmp_path / "empty.txt")
@@ -461,7 +500,7 @@ def test_wrong_types_and_files_are_errors(tmp_path):
         "none.txt si.pt": "No such file or directory: 'none.txt'",
         f"{FILES / 'nep4.txt'} none/si.pt": "expected the folder of none/si.pt, got none",
         f"{FILES / 'nep4.txt'} si.pt --device cuda": "expected a GPU for --device cuda, got none",
-        f"{FILES / 'nep4.txt'} si.pt --types Au": "expected different types of Si, got Au",
+        f"{FILES / 'nep4.txt'} si.pt --types Au": "expected types of Si, got Au",
         f"{FILES / 'nep4.txt'} si.pt --cells 0": "expected --cells of at least 4, got 0",
     }.items(),
 )
@@ -471,5 +510,5 @@ def test_the_command_prints_errors_without_a_traceback(words, message, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("calcops.nep", run_name="__main__")
-    assert str(stop.value.code).startswith("calcops.nep: ")
+    assert str(stop.value.code).startswith("calcops nep: ")
     assert message in str(stop.value.code)
