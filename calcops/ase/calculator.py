@@ -8,17 +8,23 @@ It keeps its neighbour lists until atoms have moved too far for them.
 
 import contextlib
 import copy
+import hashlib
 import os
 from functools import partial
 
 import numpy as np
 import torch
+from calcops.ase.neighbour_lists import NeighbourLists
 from calcops.ase.trained_range import TrainedRange
-from calcops.potentials.blocks import near_pairs
-from calcops.potentials.pair_search import pairs_within
 from torch.nn.functional import pad
 
-from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
+from ase import Atoms
+from ase.calculators.calculator import (
+    Calculator,
+    Parameters,
+    PropertyNotImplementedError,
+    all_changes,
+)
 from ase.data import atomic_numbers
 from ase.stress import full_3x3_to_voigt_6_stress
 
@@ -27,112 +33,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 kAtomsAThread = 100  # with fewer, threads wait for one another
-kLists = 16  # most neighbour lists that a calculator keeps
-kSlots = 1 << 23  # most slots of all lists together, of 64 bytes each
-
-
-class NeighbourList:
-    """All pairs of `atoms` within cutoff + skin, in padded rows.
-
-    Attributes:
-        list_neigh: [1, n, K], int64, -1 in empty slots.
-        shift: [1, n, K, 3], the number of cells between an atom and its neighbour.
-    """
-
-    def __init__(self, atoms, cutoff, skin, device):
-        i, j, S = pairs_within(atoms.positions, atoms.cell.array, atoms.pbc, cutoff + skin)
-        count = np.bincount(i, minlength=len(atoms))
-        first_pair = count.cumsum() - count
-        slot = np.arange(len(i)) - first_pair[i]
-        shape = 1, len(atoms), max(1, count.max(initial=0))
-        list_neigh = np.full(shape, -1)
-        shift = np.zeros((*shape, 3))
-        list_neigh[0, i, slot] = j
-        shift[0, i, slot] = S
-        self.list_neigh = torch.from_numpy(list_neigh).to(device)
-        self.shift = torch.from_numpy(shift).to(device)
-        self.neighbours = self.list_neigh.clamp(min=0).flatten()
-        self.last_cell = None
-        self.last_offset = None
-        self.cutoff = cutoff
-        self.skin = skin
-        self.positions = atoms.positions.copy()
-        self.cell = periodic_cell(atoms)
-        self.pbc = atoms.pbc.copy()
-
-    def holds(self, atoms):
-        """Return True if the list still has every pair of `atoms` within the cutoff.
-
-        A pair that is not in the list was farther apart than cutoff + skin. A deformation of the
-        cell shortens a distance at most by its smallest singular value. The moves of two atoms
-        relative to the cell shorten it at most by twice the longest move. A move that all atoms
-        share does not count.
-        """
-        if len(atoms) != len(self.positions) or (atoms.pbc != self.pbc).any() or len(atoms) == 0:
-            return False
-        cell = periodic_cell(atoms)
-        if not np.isfinite(cell).all():
-            return False
-        deformation = np.linalg.solve(self.cell, cell)
-        moves = atoms.positions - self.positions @ deformation
-        farthest = np.linalg.norm(moves - moves.mean(0), axis=1).max()
-        least = np.linalg.svd(deformation, compute_uv=False)[-1]
-        return (self.cutoff + self.skin) * least - 2 * farthest >= self.cutoff
-
-    def pair_vectors(self, positions, cell):
-        """Return Rij [1, n, K, 3] for positions [n, 3] and cell [3, 3], differentiable in both."""
-        neighbours = positions.index_select(0, self.neighbours).view(self.shift.shape)
-        return neighbours - positions[:, None] + self.shift @ cell
-
-    def detached_pair_vectors(self, positions, cell):
-        """Return Rij as pair_vectors() does, without derivatives and in less time.
-
-        The shifts in units of length are kept for the next call with the same cell. The vectors are
-        computed in place, since new memory has to be cleared by the system.
-        """
-        if self.last_cell is None or not torch.equal(cell, self.last_cell):
-            self.last_cell = cell.clone()
-            self.last_offset = self.shift @ cell
-        Rij = positions.index_select(0, self.neighbours).view(self.shift.shape)
-        Rij -= positions[:, None]
-        Rij += self.last_offset
-        return Rij
-
-
-def periodic_cell(atoms):
-    """Return the cell [3, 3], with a unit vector normal to the others for each open direction."""
-    cell = atoms.cell.copy()
-    cell[~atoms.pbc] = 0
-    return cell.complete().array
-
-
-class NeighbourLists:
-    """The neighbour lists of the last structures.
-
-    A trajectory needs one list, the images of a band one each. `builds` counts the lists that were
-    built.
-    """
-
-    def __init__(self, cutoff, skin, device):
-        self.cutoff = cutoff
-        self.skin = skin
-        self.device = device
-        self.kept = []
-        self.builds = 0
-
-    def of(self, atoms):
-        """Return a list with all pairs of `atoms` within the cutoff: one that was kept, or new."""
-        for neighbours in self.kept:
-            if neighbours.holds(atoms):
-                self.kept.remove(neighbours)
-                break
-        else:
-            neighbours = NeighbourList(atoms, self.cutoff, self.skin, self.device)
-            self.builds += 1
-        self.kept = [neighbours, *self.kept][:kLists]
-        while len(self.kept) > 1 and sum(kept.list_neigh.numel() for kept in self.kept) > kSlots:
-            self.kept.pop()
-        return neighbours
+kDeviations = ["energy_deviation", "force_deviation"]
 
 
 class CalcOps(Calculator):
@@ -142,6 +43,10 @@ class CalcOps(Calculator):
     copied and pickled, and works in forked processes. It warns once of a pair shorter than any that
     the model was trained on, and once of more neighbours than the model takes into account.
 
+    A committee has two more properties, the standard deviations of its models, `model` among them:
+    `energy_deviation` in eV, and `force_deviation` [n] in eV/A, the root of the mean square
+    distance of the forces on an atom from their mean.
+
     Args:
         model: called as model(types, list_neigh, Rij, nghost). It has cutoff, units and type_names
             (chemical symbols).
@@ -149,6 +54,7 @@ class CalcOps(Calculator):
         device: where a module computes; None: where it is. Another device or dtype makes a copy of
             the module. A package has a fixed device and dtype.
         dtype: in which a module computes; None: its own.
+        committee: more models of the same elements. They are called for the deviations alone.
 
     Raises:
         ValueError: the model has other units or names of types, a package another device or dtype,
@@ -156,21 +62,20 @@ class CalcOps(Calculator):
     """
 
     implemented_properties = ["energy", "free_energy", "energies", "forces", "stress", "stresses"]
-    ignored_changes = {"initial_charges", "initial_magmoms"}
 
-    def __init__(self, model, skin=0.5, device=None, dtype=None):
+    def __init__(self, model, skin=0.5, device=None, dtype=None, committee=()):
         super().__init__()
+        if not hasattr(model, "type_names"):
+            raise ValueError(
+                "CalcOps: expected a model, such as calcops.potentials.load or calcops.nep.load "
+                f"gives, got {model!r}"
+            )
+        if hasattr(committee, "type_names"):
+            raise ValueError("CalcOps: expected a list of models as the committee, got one model")
         if model.units not in ("metal", "lj"):
             raise ValueError(
                 f'CalcOps: expected a model with units "metal" or "lj", got {model.units}'
             )
-        names = model.type_names
-        if len(set(names) & atomic_numbers.keys()) < len(names):
-            raise ValueError(
-                f"CalcOps: expected chemical symbols as names of types, each once, got {names}"
-            )
-        if not 0 <= skin < np.inf:  # or NaN
-            raise ValueError(f"CalcOps: expected a skin of at least 0, got {skin}")
         own_device, own_dtype = place_of(model)
         self.model = model
         self.device = torch.device(device or own_device)
@@ -183,38 +88,117 @@ class CalcOps(Calculator):
                 )
             self.model = copy.deepcopy(model).to(self.device, self.dtype)
         self.trained_range = TrainedRange(model)
-        self.neighbours = NeighbourLists(model.cutoff, skin, self.device)
-        self.type_of = np.full(len(atomic_numbers), -1)
-        for number, name in enumerate(names):
-            self.type_of[atomic_numbers[name]] = number
-
-    def tensors(self, atoms, frame=""):
-        """Return types [n], positions [n, 3], cell [3, 3] and the NeighbourList of atoms."""
-        types = self.type_of[atoms.numbers]
-        if (types < 0).any():
-            raise ValueError(
-                f"CalcOps: expected atoms of {self.model.type_names}, got {atoms.symbols}{frame}"
-            )
-        try:
-            neighbours = self.neighbours.of(atoms)
-        except ValueError as error:
-            raise ValueError(f"CalcOps: {error}{frame}") from None
-        return (
-            torch.as_tensor(types, device=self.device),
-            torch.as_tensor(atoms.positions, device=self.device),
-            torch.as_tensor(atoms.cell.array, device=self.device),
-            neighbours,
+        self.type_of = types_of_elements(model.type_names).numpy()
+        self.parameters = Parameters(
+            model=str(getattr(model, "path", type(model).__name__)),
+            type_names=list(model.type_names),
+            cutoff=model.cutoff,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
         )
+        self.weights_seen = None
+        self.committee = [CalcOps(other, skin, device, dtype) for other in committee]
+        self.set(skin=skin)
+        if committee:
+            self.implemented_properties = self.implemented_properties + kDeviations
+            self.parameters["committee"] = [other.parameters for other in self.committee]
+
+    def set(self, **options):
+        """Change the skin, and forget the neighbour lists. Return what has changed.
+
+        Raises:
+            ValueError: another option, which needs a new calculator, or no such length.
+        """
+        if options.keys() - {"skin"}:
+            raise ValueError(f"CalcOps.set: expected skin, got {', '.join(options)}")
+        if not options or options["skin"] == self.parameters.get("skin"):
+            return {}
+        skin = checked_skin(options["skin"])
+        self.parameters["skin"] = skin
+        for other in self.committee:
+            other.set(skin=skin)
+        self.neighbours = NeighbourLists(self.model.cutoff, skin, self.device)
+        return options
+
+    def todict(self, skip_default=True):
+        """Return the parameters, and a digest of the model that tells it from others."""
+        parameters = super().todict(skip_default)
+        if isinstance(self.model, torch.nn.Module):
+            digest = hashlib.sha256()
+            for name, tensor in self.model.state_dict().items():
+                digest.update(name.encode())
+                digest.update(tensor.detach().cpu().numpy().tobytes())
+            return {**parameters, "digest": digest.hexdigest()[:16]}
+        if hasattr(self.model, "digest"):
+            return {**parameters, "digest": self.model.digest[:16]}
+        return parameters
+
+    def check_state(self, atoms, tol=1e-15):
+        """Return what has changed since the last calculation. ASE's own comparison is slow.
+
+        Parameters of a module that an optimizer has changed count as a change of everything.
+        """
+        last = self.atoms
+        if last is None or self.weights() != self.weights_seen:
+            return list(all_changes)
+        same_numbers = np.array_equal(last.numbers, atoms.numbers)
+        same = {
+            "positions": same_numbers and (last.positions == atoms.positions).all(),
+            "numbers": same_numbers,
+            "cell": (last.cell.array == atoms.cell.array).all(),
+            "pbc": (last.pbc == atoms.pbc).all(),
+        }
+        return [name for name, is_same in same.items() if not is_same]
+
+    def weights(self):
+        """Return the versions of all parameters of modules, which PyTorch counts."""
+        versions = [other.weights() for other in self.committee]
+        if isinstance(self.model, torch.nn.Module):
+            for parameter in self.model.parameters():
+                versions.append(0 if parameter.is_inference() else parameter._version)
+        return versions
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
         """Compute all properties at once: energies in eV, forces in eV/A, stresses in eV/A^3."""
         super().calculate(atoms, properties, system_changes)
-        if not has_stress(self.atoms) and {"stress", "stresses"}.intersection(properties):
+        self.results = {}  # so that none is left of other atoms if this call fails
+        if not has_volume(self.atoms) and {"stress", "stresses"}.intersection(properties):
             raise PropertyNotImplementedError(
-                "CalcOps: expected a periodic cell with a volume for the stress, "
-                f"got pbc={self.atoms.pbc.tolist()} and cell {self.atoms.cell.tolist()}"
+                "CalcOps: expected a cell with a volume for the stress, "
+                f"got cell {self.atoms.cell.tolist()}"
             )
+        self.weights_seen = self.weights()
         (self.results,) = self.calculate_batch([self.atoms])
+        if set(kDeviations).intersection(properties):
+            self.results.update(self.deviations())
+
+    def deviations(self):
+        """Return the two deviations of the committee for the atoms of the last calculation."""
+        others = [other.calculate_batch([self.atoms])[0] for other in self.committee]
+        members = [self.results, *others]
+        energies = np.array([member["energy"] for member in members])
+        forces = np.array([member["forces"] for member in members])
+        return {
+            "energy_deviation": energies.std(),
+            "force_deviation": np.sqrt(forces.var(0).sum(-1)),
+        }
+
+    def get_descriptors(self, atoms):
+        """Return the descriptors [n, dim] of atoms, as a NEP computes them."""
+        return self.internal("descriptors", atoms)
+
+    def get_latent_space(self, atoms):
+        """Return the outputs [n, neurons] of a NEP's hidden layer for atoms, times w1."""
+        return self.internal("latent", atoms)
+
+    def internal(self, name, atoms):
+        """Return what a function of the model, other than its results, computes for each atom."""
+        if not hasattr(self.model, name):
+            raise PropertyNotImplementedError(
+                f"CalcOps: expected a model with {name}, as calcops.nep.load gives, "
+                f"got {self.parameters.model}"
+            )
+        return getattr(self.model, name)(*self.pairs(atoms)).detach().double().cpu().numpy()
 
     def calculate_batch(self, structures):
         """Return the results of each structure, dicts like `results`, by one call of the model.
@@ -225,48 +209,90 @@ class CalcOps(Calculator):
         Raises:
             ValueError: the model cannot compute a structure, or not with finite results.
         """
+        if isinstance(structures, Atoms):
+            raise ValueError("CalcOps: expected a list of structures, got one")
         if not structures:
             return []
-        frames = [f" in frame {k}" if len(structures) > 1 else "" for k in range(len(structures))]
-        parts = [self.part(atoms, frame) for atoms, frame in zip(structures, frames)]
-        types, list_neigh, Rij = parts[0] if len(parts) == 1 else joined(parts)
+        if len(structures) == 1:
+            frames = [""]
+            types, list_neigh, Rij = self.pairs(structures[0])
+        else:
+            frames = [f" in frame {k}" for k in range(len(structures))]
+            parts = [self.pairs(atoms, k) for k, atoms in enumerate(structures)]
+            types, list_neigh, Rij = joined(parts)
+        compute = getattr(self.model, "of_near_pairs", self.model)
         with threads_for(list_neigh.shape[1]):
-            _, *outputs = self.model(types, list_neigh, Rij, 0)
+            _, *outputs = compute(types, list_neigh, Rij, 0)
 
-        ends = np.cumsum([len(atoms) for atoms in structures])[:-1]
-        energies, forces, _, virials = (
-            np.split(x[0].double().cpu().numpy(), ends) for x in outputs
-        )
-        for frame, *of_one in zip(frames, energies, forces, virials):
-            check_finite(*of_one, frame)
-        return [results(*of_one) for of_one in zip(structures, energies, forces, virials)]
+        energies, forces, _, virials = (x[0].double().cpu().numpy() for x in outputs)
+        results = []
+        first = 0
+        for atoms, frame in zip(structures, frames):
+            own = slice(first, first + len(atoms))
+            check_finite(energies[own], forces[own], virials[own], frame)
+            results.append(properties_of(atoms, energies[own], forces[own], virials[own]))
+            first = own.stop
+        return results
 
-    def part(self, atoms, frame=""):
-        """Return types [n], list_neigh [1, n, K] and Rij [1, n, K, 3] of one structure.
+    def pairs(self, atoms, frame=None):
+        """Return types [n], list_neigh [1, n, K] and Rij [1, n, K, 3] within the cutoff.
 
         Args:
             atoms: the structure.
-            frame: its name in messages, after what is wrong.
+            frame: its number in a batch.
 
         Raises:
             ValueError: two atoms are in one place, or the model does not have an element.
         """
-        types, positions, cell, neighbours = self.tensors(atoms, frame)
-        list_neigh = neighbours.list_neigh
-        Rij = neighbours.detached_pair_vectors(positions, cell)
-        x, y, z = Rij.unbind(-1)
-        is_zero = (list_neigh >= 0) & (x == 0) & (y == 0) & (z == 0)
-        if is_zero.any():
-            _, i, slot = is_zero.nonzero()[0].tolist()
-            j = list_neigh[0, i, slot].item()
+        where = "" if frame is None else f" in frame {frame}"
+        types = self.type_of[atoms.numbers]
+        if (types < 0).any():
+            names = self.model.type_names
+            raise ValueError(
+                f"CalcOps: expected atoms of {names if len(names) < 10 else 'the model'}, "
+                f"got {' '.join(sorted(set(atoms.symbols[types < 0])))}{where}"
+            )
+        try:
+            if frame is None:
+                neighbours = self.neighbours.of(atoms)
+            else:
+                neighbours = self.neighbours.of_frame(atoms, frame)
+        except ValueError as error:
+            raise ValueError(f"CalcOps: {error}{where}") from None
+        near, Rij, count, nearest = neighbours.near_pairs(atoms)
+        if len(atoms) > 0 and nearest.min() == 0:
+            is_zero = (near >= 0) & (Rij.square().sum(-1) == 0)
+            i, slot = is_zero.nonzero()[0].tolist()
             raise ValueError(
                 "CalcOps: expected atoms apart from one another, "
-                f"got atoms {i} and {j} in one place{frame}"
+                f"got atoms {i} and {near[i, slot]} in one place{where}"
             )
-        self.trained_range.check(types, list_neigh, Rij)
-        if not getattr(self.model, "skips_far_pairs", False):
-            list_neigh, Rij = near_pairs(list_neigh, Rij, self.neighbours.cutoff)
-        return types, list_neigh, Rij.to(self.dtype)
+        types = torch.as_tensor(types, device=self.device)
+        self.trained_range.check(types, near, Rij, count, nearest)
+        return types, near[None], Rij[None].to(self.dtype)
+
+
+def types_of_elements(names):
+    """Return the type [119] of each atomic number, -1 without one, for chemical symbols of types.
+
+    Raises:
+        ValueError: a name is no symbol, or occurs twice.
+    """
+    if len(set(names) & atomic_numbers.keys()) < len(names):
+        raise ValueError(
+            f"CalcOps: expected chemical symbols as names of types, each once, got {names}"
+        )
+    type_of = torch.full((len(atomic_numbers),), -1)
+    for number, name in enumerate(names):
+        type_of[atomic_numbers[name]] = number
+    return type_of
+
+
+def checked_skin(skin):
+    """Return a skin. Raise ValueError if it is no length of at least 0."""
+    if not 0 <= skin < np.inf:  # or NaN
+        raise ValueError(f"CalcOps: expected a skin of at least 0, got {skin}")
+    return skin
 
 
 def joined(parts):
@@ -308,33 +334,29 @@ def check_finite(energies, forces, atom_virials, frame):
     """Raise ValueError if the model has given a number that is not finite to an atom."""
     named = {"energy": energies, "force": forces, "virial": atom_virials}
     for name, values in named.items():
-        is_wrong = ~np.isfinite(values).all(tuple(range(1, values.ndim)))
-        if is_wrong.any():
-            i = is_wrong.argmax()
-            raise ValueError(
-                "CalcOps: expected finite results of the model, "
-                f"got the {name} {values[i].tolist()} of atom {i}{frame}"
-            )
+        if np.isfinite(values).all():
+            continue
+        i = np.isfinite(values).reshape(len(values), -1).all(1).argmin()
+        raise ValueError(
+            "CalcOps: expected finite results of the model, "
+            f"got the {name} {values[i].tolist()} of atom {i}{frame}"
+        )
 
 
-def results(atoms, energies, forces, atom_virials):
-    """Return a dict of ASE's properties. Only a periodic cell with a volume has stresses."""
-    properties = {
-        "energy": energies.sum(),
-        "free_energy": energies.sum(),
-        "energies": energies,
-        "forces": forces,
-    }
-    if has_stress(atoms):
+def properties_of(atoms, energies, forces, atom_virials):
+    """Return a dict of ASE's properties. Only a cell with a volume has stresses."""
+    energy = energies.sum()
+    properties = {"energy": energy, "free_energy": energy, "energies": energies, "forces": forces}
+    if has_volume(atoms):
         stresses = full_3x3_to_voigt_6_stress(-atom_virials / atoms.get_volume())
         properties["stresses"] = stresses
         properties["stress"] = stresses.sum(0)
     return properties
 
 
-def has_stress(atoms):
-    """Return True if `atoms` are periodic and have a volume, which is more than rounding."""
-    return atoms.pbc.any() and atoms.cell.volume > 1e-12 * atoms.cell.lengths().prod()
+def has_volume(atoms):
+    """Return True if the cell of `atoms` has a volume, which is more than rounding."""
+    return atoms.cell.volume > 1e-12 * atoms.cell.lengths().prod()
 
 
 def place_of(model):

@@ -19,22 +19,37 @@ def response(atoms):
     Args:
         atoms: at rest (the forces are zero), with a CalcOps calculator.
     """
-    types, positions, cell, neighbours = atoms.calc.tensors(atoms)
+    types, list_neigh, Rij = atoms.calc.pairs(atoms)
+    neighbours = list_neigh[0].clamp(min=0)
     volume = atoms.get_volume()
-    eye = torch.eye(3).to(cell)
+    eye = torch.eye(3).to(Rij)
     full = torch.tensor([[0, 5, 4], [5, 1, 3], [4, 3, 2]])  # Voigt's index of each component
 
     def stress_and_force(strain, u):
         deformation = eye + strain[full] * (1 + eye) / 2  # Voigt's shear is twice the tensor's
-        Rij = neighbours.pair_vectors((positions + u.view(-1, 3)) @ deformation, cell @ deformation)
-        _, _, force, virial, _ = atoms.calc.model(
-            types, neighbours.list_neigh, Rij, 0, create_graph=True
-        )
+        moves = u.view(-1, 3)
+        moved = (Rij + moves[neighbours] - moves[:, None]) @ deformation
+        force, virial = in_graph(atoms.calc.model, types, list_neigh, moved)
         stress = -virial[0] / (volume * torch.linalg.det(deformation))
         return stress[[0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1]], force.flatten()
 
-    at_rest = torch.zeros(6).to(cell), torch.zeros_like(positions).flatten()
+    at_rest = torch.zeros(6).to(Rij), torch.zeros(3 * len(atoms)).to(Rij)
     return torch.autograd.functional.jacobian(stress_and_force, at_rest, vectorize=True)
+
+
+def in_graph(model, types, list_neigh, Rij):
+    """Return force [1, n, 3] and virial [1, 3, 3] of a model, differentiable in Rij.
+
+    Raises:
+        ValueError: the model is a package (.pt2), which has no gradients.
+    """
+    if str(getattr(model, "path", "")).endswith(".pt2"):
+        raise ValueError(
+            "expected a module or an archive (.pt) for second derivatives, "
+            f"got the package {model.path}, which has no gradients"
+        )
+    _, _, force, virial, _ = model(types, list_neigh, Rij, 0, create_graph=True)
+    return force, virial
 
 
 def elastic_constants(atoms):
@@ -59,13 +74,12 @@ def phonons(primitive):
     """
     p = len(primitive)
     atoms, number = surroundings(primitive)
-    types, positions, cell, neighbours = primitive.calc.tensors(atoms)
-    Rij = neighbours.pair_vectors(positions.requires_grad_(), cell)
-    force = primitive.calc.model(types, neighbours.list_neigh, Rij, 0, create_graph=True)[2]
+    types, list_neigh, Rij = primitive.calc.pairs(atoms)
+    u = torch.zeros(len(atoms), 3).to(Rij).requires_grad_()
+    moved = Rij + u[list_neigh[0].clamp(min=0)] - u[:, None]
+    force, _ = in_graph(primitive.calc.model, types, list_neigh, moved)
     rows = force[0, :p].flatten()  # the forces on the atoms of one cell: a row of the Hessian each
-    (hessian,) = torch.autograd.grad(
-        rows, positions, -torch.eye(3 * p).to(rows), is_grads_batched=True
-    )
+    (hessian,) = torch.autograd.grad(rows, u, -torch.eye(3 * p).to(rows), is_grads_batched=True)
     # [atom, x, image, x], divided by the roots of both atoms' masses.
     hessian = hessian.cpu().numpy().reshape(p, 3, -1, 3)
     root = np.sqrt(atoms.get_masses())

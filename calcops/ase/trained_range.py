@@ -19,28 +19,27 @@ class TrainedRange:
         self.sel = getattr(model, "sel", None)
         self.shortest = getattr(model, "shortest", None)
 
-    def check(self, types, list_neigh, Rij):
+    def check(self, types, near, Rij, count, nearest):
         """Warn of a structure.
 
         Args:
             types: [n].
-            list_neigh: [1, n, K], -1 in empty slots.
-            Rij: [1, n, K, 3].
+            near: [n, K], the neighbours within the cutoff, -1 in empty slots.
+            Rij: [n, K, 3].
+            count: [n], of the neighbours within the cutoff.
+            nearest: [n], the smallest |Rij|^2 of each atom.
         """
-        if (self.sel is None and self.shortest is None) or list_neigh.numel() == 0:
+        if len(types) == 0:
             return
-        x, y, z = Rij[0].unbind(-1)
-        r2 = torch.where(list_neigh[0] >= 0, x * x + y * y + z * z, torch.inf)
-        if self.sel is not None:
-            self.check_counts(types, list_neigh[0], r2 < self.cutoff**2)
-        if self.shortest is not None:
-            self.check_lengths(types, list_neigh[0], r2)
+        if self.sel is not None and count.max() > min(self.sel):
+            self.check_counts(types, near)
+        if self.shortest is not None and nearest.min() < self.shortest.max() ** 2:
+            r2 = torch.where(near >= 0, Rij.square().sum(-1), torch.inf)
+            self.check_lengths(types, near, r2)
 
-    def check_counts(self, types, list_neigh, is_near):
-        """Warn of more neighbours of a type [n, K] than `sel`."""
-        if is_near.sum(-1).max().item() <= min(self.sel):
-            return
-        kind = torch.where(is_near, types[list_neigh.clamp(min=0)], -1)
+    def check_counts(self, types, near):
+        """Warn of more neighbours of a type than `sel`."""
+        kind = torch.where(near >= 0, types[near.clamp(min=0)], -1)
         for t, allowed in enumerate(self.sel):
             count, atom = (kind == t).sum(-1).max(0)
             if count.item() <= allowed:
@@ -55,18 +54,16 @@ class TrainedRange:
             )
             return
 
-    def check_lengths(self, types, list_neigh, r2):
+    def check_lengths(self, types, near, r2):
         """Warn of a pair shorter than any of its types in training, from r^2 [n, K]."""
         shortest = self.shortest.to(r2)
-        if r2.min() >= shortest.max() ** 2:
-            return
-        limit = shortest[types.unsqueeze(-1), types[list_neigh.clamp(min=0)]]
+        limit = shortest[types.unsqueeze(-1), types[near.clamp(min=0)]]
         is_short = r2 < limit.square() * (1 - 1e-6)  # rounding of a text
         if not is_short.any():
             return
         self.shortest = None
         i, slot = is_short.nonzero()[0].tolist()
-        j = list_neigh[i, slot].item()
+        j = near[i, slot].item()
         names = f"{self.type_names[types[i]]}-{self.type_names[types[j]]}"
         least = limit[i, slot].item()
         seen = "none" if least >= self.cutoff * (1 - 1e-6) else f"none below {least:.3g}"

@@ -4,7 +4,7 @@ import torch
 from ase import Atoms
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
-from calcops.ase.calculator import NeighbourList
+from calcops.train.neighbours import neighbours, pair_vectors
 
 
 def atoms_of(structure, names):
@@ -26,7 +26,8 @@ def inputs_of(structure, model, skin=0.5):
     """Return types, list_neigh and Rij of atoms, or of a dictionary of atoms_of."""
     atoms = structure if isinstance(structure, Atoms) else atoms_of(structure, model.type_names)
     types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols])
-    pairs = NeighbourList(atoms, model.cutoff, skin, "cpu")
-    positions = torch.from_numpy(atoms.positions)
-    Rij = pairs.pair_vectors(positions, torch.from_numpy(atoms.cell.array))
-    return types, pairs.list_neigh, Rij
+    positions, cell, pbc = (
+        torch.from_numpy(array)[None] for array in (atoms.positions, atoms.cell.array, atoms.pbc)
+    )
+    list_neigh, shift = neighbours(positions, cell, model.cutoff + skin, pbc=pbc)
+    return types, list_neigh, pair_vectors(positions, list_neigh, shift)
