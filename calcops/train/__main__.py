@@ -1,9 +1,9 @@
 """Train a Deep Potential or a NEP on your own frames, by the force operators.
 
-    python -m calcops.train frames.extxyz more.traj deepmd/data --folder water
-    python -m calcops.train frames.extxyz --model nep
-    python -m calcops.train frames.extxyz --settings settings.toml --steps 100000
-    torchrun --nproc-per-node 2 -m calcops.train frames.extxyz --batch 4
+    calcops train frames.extxyz more.traj deepmd/data --folder water
+    calcops train frames.extxyz --model nep
+    calcops train frames.extxyz --settings settings.toml --steps 100000
+    torchrun --nproc-per-node 2 -m calcops train frames.extxyz --batch 4
 
 Frames are folders of DeePMD-kit, or files that ASE reads. Such files have energy (eV), forces
 (eV/A) and optionally stress (eV/A^3). The same command, given again, goes on from the checkpoint.
@@ -20,7 +20,6 @@ settings.toml has the options below as keys, with _ for -. Options of the comman
 
 import argparse
 import os
-import sys
 import tomllib
 from collections import Counter
 from contextlib import nullcontext
@@ -64,7 +63,7 @@ kModels = {
 def arguments():
     """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
-        prog="python -m calcops.train",
+        prog="calcops train",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -400,6 +399,7 @@ def split(images, share, seed):
 
 def main(words=None):
     """Run the command."""
+    torch.set_num_threads(1)  # frames are too small to share
     options = parse(words)
     # torchrun sets both.
     rank = int(os.environ.get("RANK", 0))
@@ -452,8 +452,6 @@ def train(options, train_images, held_out_images, test_images, rank, processes):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # frames are too small to share
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"calcops.train: {error}")
+    from calcops.__main__ import renamed
+
+    renamed("train")

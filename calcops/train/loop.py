@@ -296,7 +296,7 @@ class Run:
     from calcops.ase import CalcOps
     from calcops.potentials import load
     atoms.calc = CalcOps(load("{path}"))
-In LAMMPS, with the plugin that `python -m calcops.lammps build` makes:
+In LAMMPS, after `pip install ./calcops/lammps` in a checkout of CalcOps:
     pair_style calcops {path}
     pair_coeff * * {" ".join(model.type_names)}"""
         )

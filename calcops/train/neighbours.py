@@ -1,12 +1,13 @@
 """Neighbour lists of many frames, padded to one shape, and the vectors between their pairs."""
 
-import numpy as np
 import torch
 from calcops.potentials.pair_search import pairs_within
 
 
 def neighbours(positions, cells, cutoff, types=None, pbc=None):
     """Return the neighbour lists of frames, and the shifts to the images of the neighbours.
+
+    All tensors are on one device, where the pairs are found.
 
     Args:
         positions: [B, n, 3] in A, float64.
@@ -20,27 +21,28 @@ def neighbours(positions, cells, cutoff, types=None, pbc=None):
         vector is r_j - r_i + shift.
     """
     B, n, _ = positions.shape
-    pairs_of_frames = []
-    counts = np.zeros((B, n), int)
+    device = positions.device
+    rows = []
+    others = []
+    shifts = []
     for b in range(B):
         natoms = n if types is None else int((types[b] >= 0).sum())
-        cell = cells[b].numpy()
-        periodic = np.ones(3, bool) if pbc is None else pbc[b].numpy()
-        centres, others, images = pairs_within(
-            positions[b, :natoms].numpy(), cell, periodic, cutoff
-        )
-        counts[b] = np.bincount(centres, minlength=n)
-        pairs_of_frames.append((centres, others, images @ cell))
+        periodic = torch.ones(3, dtype=torch.bool, device=device) if pbc is None else pbc[b]
+        i, j, S = pairs_within(positions[b, :natoms], cells[b], periodic, cutoff)
+        rows.append(i + b * n)
+        others.append(j)
+        shifts.append(S.to(cells) @ cells[b])
 
-    slots = max(1, counts.max())
-    list_neigh = np.full((B, n, slots), -1)
-    shift = np.zeros((B, n, slots, 3))
-    for b, (centres, others, shifts) in enumerate(pairs_of_frames):
-        first_pair = counts[b].cumsum() - counts[b]
-        slot = np.arange(len(centres)) - first_pair[centres]
-        list_neigh[b, centres, slot] = others
-        shift[b, centres, slot] = shifts
-    return torch.from_numpy(list_neigh), torch.from_numpy(shift)
+    row, other, shift_of_pair = map(torch.cat, (rows, others, shifts))
+    count = torch.bincount(row, minlength=B * n)
+    first_pair = count.cumsum(0) - count
+    slot = torch.arange(len(row), device=device) - first_pair[row]
+    slots = max(1, int(count.max()))
+    list_neigh = other.new_full((B * n, slots), -1)
+    list_neigh[row, slot] = other
+    shift = positions.new_zeros(B * n, slots, 3)
+    shift[row, slot] = shift_of_pair
+    return list_neigh.view(B, n, slots), shift.view(B, n, slots, 3)
 
 
 def pair_vectors(positions, list_neigh, shift):

@@ -105,7 +105,6 @@ class TrainedNep(Nep):
             c = torch.linalg.solve(to_basis, c) if random is None else functions_like(c, random)
             self.register_buffer(f"{name}_to_basis", to_basis)
             self.register_parameter(f"{name}_functions", parameter_of(c))
-        self.register_buffer("rows", rows_of_invariants(self))
         pairs_per_atom = moments[1].trace() / pairs.atoms.sum()
         mean, deviation = statistics_of(self, frames, self.least_invariants(pairs_per_atom))
         self.register_buffer("mean", mean)
@@ -137,6 +136,10 @@ class TrainedNep(Nep):
         self.outputs = normal(0.3 * neurons**-0.5, nets, neurons, 1)
         self.energies = torch.nn.Parameter(torch.zeros(nets, dtype=torch.float64))
 
+    def train(self, mode: bool = True):
+        """Stay in training: every call computes the energies from the parameters."""
+        return super().train()
+
     def settings(self):
         """Return the attributes of the model that its parameters do not contain."""
         return {
@@ -159,7 +162,7 @@ class TrainedNep(Nep):
 
     def atom_energies(self, types, kind, d):
         """Return the energies [n] of atoms; the arguments are those of Nep.atom_energies."""
-        q = self.descriptors(kind, d)
+        q = self.unscaled_descriptors(kind, d)
         energy = q.new_zeros(len(q))
         w, b0, w1 = self.nets()
         for t in range(len(w)):
@@ -177,14 +180,12 @@ class TrainedNep(Nep):
         b0 = self.thresholds + self.mean.unsqueeze(1) @ w
         return w, b0.squeeze(1), self.outputs.squeeze(-1)
 
-    def descriptors(self, kind, d):
-        """Return the descriptors [n, dim] of atoms, before the scale of a nep.txt."""
-        radial_table = self.radial_basis @ self.radial_coefficients()
-        angular_table = self.angular_basis @ self.angular_coefficients()
-        radial = torch.ops.calcops_models.density(d, kind, radial_table, self.radial_grid, 1)
-        harmonics = (self.l_max + 1) ** 2
-        A = torch.ops.calcops_models.density(d, kind, angular_table, self.angular_grid, harmonics)
-        return torch.cat([radial[0], self.invariants(A)], 1)
+    def tables(self):
+        """Return what Nep.tables returns, from the parameters that are trained."""
+        return (
+            self.radial_basis @ self.radial_coefficients(),
+            self.angular_basis @ self.angular_coefficients(),
+        )
 
     def radial_coefficients(self):
         """Return the coefficients [kinds, basis, F] of the radial part."""
@@ -193,18 +194,6 @@ class TrainedNep(Nep):
     def angular_coefficients(self):
         """Return the coefficients [kinds, basis, F] of the angular part."""
         return self.angular_to_basis @ self.angular_functions
-
-    def invariants(self, A):
-        """Return what Nep.invariants returns, by fewer operators: a step has small tensors."""
-        sums = (self.rows @ A.square().flatten(1)).view(-1, *A.shape[1:])
-        q = list(sums[: self.l_max])
-        if self.has_q222:
-            xy, yz, z2, xz, x2 = A[4:9]
-            of_z2, of_x2 = sums[self.l_max :]
-            q.append(z2 * of_z2 + x2 * of_x2 + self.k222[4] * xz * yz * xy)
-        if self.has_q1111:
-            q.append(self.k1111 * q[0] * q[0])
-        return torch.cat(q, 1)
 
     @torch.no_grad()
     def least_invariants(self, squares):
@@ -260,19 +249,6 @@ def parameter_of(tensor):
     their places in memory.
     """
     return torch.nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
-
-
-def rows_of_invariants(model):
-    """Return the matrix [sums, (l_max + 1)^2] of the sums of squares of A in the invariants."""
-    harmonics = (model.l_max + 1) ** 2
-    rows = torch.zeros(model.l_max + 2 * model.has_q222, harmonics, dtype=torch.float64)
-    for l in range(1, model.l_max + 1):  # noqa: E741
-        rows[l - 1, l * l : (l + 1) ** 2] = 1
-    if model.has_q222:  # the factors of z2 and of x2, for m = -2 ... 2
-        k = model.k222
-        rows[-2, 4:9] = rows.new_tensor([k[2], k[1], k[0], k[1], k[2]])
-        rows[-1, 4:9] = rows.new_tensor([0.0, k[3], 0.0, -k[3], 0.0])
-    return rows
 
 
 def pairs_of_frames(frames, cutoff):
@@ -351,7 +327,7 @@ def statistics_of(model, frames, least):
     descriptors = []
     for types, list_neigh, Rij in pairs_of_frames(frames, model.cutoff):
         kind = model.kinds(types, list_neigh)
-        q = model.descriptors(kind.flatten(0, 1), Rij.flatten(0, 1))
+        q = model.unscaled_descriptors(kind.flatten(0, 1), Rij.flatten(0, 1))
         descriptors.append(q[types[0] >= 0])
         all_types.append(types[types >= 0])
     q = torch.cat(descriptors)

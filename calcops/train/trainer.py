@@ -24,7 +24,8 @@ kBatch = 128  # the least number of atoms in a batch
 kRates = 1e-2, 0.0  # Muon's rate at the first and the last step, linear in between
 kRatesOfStart = 1e-3, 0.0  # the same for a model of --start
 kShareOfAdam = 0.3  # Adam's rate, in units of Muon's
-kKeptBytes = 2e9  # the most bytes of environments of frames that are kept
+kKeptBytes = 2e9  # the most bytes of environments of frames that are kept on a CPU
+kKeptShare = 0.5  # of a GPU's free memory: the same
 kAtomsAtOnce = 512  # in frames that are evaluated together
 
 kWindow = 200  # steps: their median norm of the gradient limits the next one, their loss is watched
@@ -45,6 +46,33 @@ def save_whole(state, path):
     """Save `state` by torch.save. A process that is killed meanwhile leaves the old file."""
     torch.save(state, f"{path}.new")
     os.replace(f"{path}.new", path)
+
+
+def most_kept_bytes(device):
+    """Return the most bytes of environments of frames that are kept on a device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return kKeptShare * free
+    return kKeptBytes
+
+
+def read_later(tensor):
+    """Return a function that returns a tensor as a list.
+
+    The copy from a GPU begins now, so that the function waits for nothing that comes later.
+    """
+    if not tensor.is_cuda:
+        return tensor.tolist
+    on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    on_host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read():
+        copied.synchronize()
+        return on_host.tolist()
+
+    return read
 
 
 def loss_weights(frames, ntypes):
@@ -121,11 +149,16 @@ class Data:
         self.kept = None
         # An environment has some 20 numbers of 8 bytes for each slot, 12 of them in R_d.
         slots = self.natoms.sum().item() * model.most_neighbours
-        if 8 * 20 * slots < kKeptBytes:
+        if 8 * 20 * slots < most_kept_bytes(self.device):
             self.kept = [self.environment(number) for number in range(len(self))]
 
     def __len__(self):
         return len(self.natoms)
+
+    @property
+    def device(self):
+        """The device of the model."""
+        return next(self.model.parameters()).device
 
     def __getitem__(self, numbers):
         numbers = torch.arange(len(self))[numbers].tolist()
@@ -134,28 +167,30 @@ class Data:
         natoms = self.natoms[numbers]
         frame = torch.arange(len(numbers)).repeat_interleave(natoms)
         types, list_neigh, *others = map(joined, zip(*parts))
-        device = types.device
-        first = (natoms.cumsum(0) - natoms)[frame].view(1, -1, 1).to(device)
+        first = self.sent((natoms.cumsum(0) - natoms)[frame].view(1, -1, 1))
         list_neigh = torch.where(list_neigh >= 0, list_neigh + first, -1)
         is_atom = self.frames["types"][numbers] >= 0
         force = self.frames["force"][numbers][is_atom]
         labels = frame, self.frames["energy"][numbers], force, self.frames["virial"][numbers]
         ones = torch.ones_like(natoms)
         weights = self.frames["weights"][numbers] * torch.stack([natoms, ones, natoms], -1)
-        return [types, list_neigh, *others, *(label.to(device) for label in (*labels, weights))]
+        return [types, list_neigh, *others, *map(self.sent, (*labels, weights))]
+
+    def sent(self, tensor):
+        """Return a tensor on the model's device, without waiting for it."""
+        return tensor.to(self.device, non_blocking=True)
 
     def environment(self, number):
         """Return the types and the environment of a frame: [1, n] and [1, n, K, ...]."""
         natoms = self.natoms[number]
-        frames = {key: value[number : number + 1] for key, value in self.frames.items()}
-        positions = frames["positions"][:, :natoms]
-        types = frames["types"][:, :natoms]
-        list_neigh, shift = neighbours(
-            positions, frames["cells"], self.model.cutoff, types, frames["pbc"]
+        types, positions, cell, pbc = (
+            self.sent(self.frames[key][number : number + 1])
+            for key in ("types", "positions", "cells", "pbc")
         )
+        types = types[:, :natoms]
+        positions = positions[:, :natoms]
+        list_neigh, shift = neighbours(positions, cell, self.model.cutoff, pbc=pbc)
         Rij = pair_vectors(positions, list_neigh, shift)
-        device = next(self.model.parameters()).device
-        types, list_neigh, Rij = (tensor.to(device) for tensor in (types, list_neigh, Rij))
         return [types, *self.model.environment(types, list_neigh, Rij)]
 
     def parts(self):
@@ -290,7 +325,7 @@ class Trainer:
     Three rules keep it stable where a few frames have errors far above all others:
 
     - A gradient is scaled down to kClip times the median norm of the last kWindow steps.
-    - A step whose gradient is not finite is left out.
+    - A step whose gradient is not finite is left out, on the device itself.
     - If the median loss of kWindow steps is more than kGrowth times that at the start, the weights
       go back to those of the last window, and the rate is halved.
 
@@ -332,12 +367,26 @@ class Trainer:
             if parameter.requires_grad
         }
         self.optimizers = optimizers_of(self.parameters, model)
-        self.history = []
+        self.rows = []  # of the history but the last step
+        self.unread = []  # a function that returns the row of the last step
         self.divergences = []
         self.records = []  # what training.Run records, one list each time
         self.identity = {}  # of the training, which its checkpoints keep: training.identity_of
         self.start_loss = None  # the median of the first batches, before the first step
         self.good = None  # the state at the end of the last good window
+
+    @property
+    def history(self):
+        """The rows of all steps. A GPU has to end the last one."""
+        for read in self.unread:
+            self.rows.append([x if np.isfinite(x) else np.nan for x in read()])
+        self.unread = []
+        return self.rows
+
+    @history.setter
+    def history(self, rows):
+        self.rows = rows
+        self.unread = []
 
     def rate(self, step):
         """Return Muon's rate at a step."""
@@ -371,7 +420,8 @@ class Trainer:
 
     def step(self):
         """Draw a batch, and take one step of both optimizers along the processes' gradient."""
-        if not self.history:
+        number = len(self.rows) + len(self.unread)
+        if number == 0:
             self.start_loss = self.median_loss(self.first_batches())
             self.good = self.state()
         order = self.order
@@ -381,21 +431,23 @@ class Trainer:
         batch = self.data[numbers[self.rank :: self.processes]]
         try:
             sums, gradients = differentiate(
-                self.squares, self.parameters, factors.to(batch[0].device), *batch
+                self.squares, self.parameters, self.data.sent(factors), *batch
             )
             sums, *gradients = sum_of_processes([sums, *gradients])
         except BaseException:  # after Ctrl-C another process may have gone: a checkpoint follows
             self.order = order
             raise
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-        if np.isfinite(norm):
-            factor = min(1.0, limit_of(self.history) / max(norm, 1e-300))
-            for parameter, gradient in zip(self.parameters.values(), gradients):
-                parameter.grad = gradient * factor
-            self.update(self.rate(len(self.history)))
-        row = [*(sums.cpu() / counts).tolist(), norm]
-        self.history.append([x if np.isfinite(x) else np.nan for x in row])
-        if len(self.history) % kWindow == 0:
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        # A GPU has this step's gradient to compute while the last one's row is read.
+        factor = (limit_of(self.history) / norm.clamp(min=1e-300)).clamp(max=1.0)
+        is_finite = norm.isfinite()
+        for parameter, gradient in zip(self.parameters.values(), gradients):
+            parameter.grad = torch.where(is_finite, gradient * factor, 0.0)
+        for optimizer in self.optimizers:  # Adam reads it on the device. Muon leaves out zeros.
+            optimizer.found_inf = 1.0 - is_finite.float()
+        self.update(self.rate(number))
+        self.unread.append(read_later(torch.cat([sums / self.data.sent(counts), norm.view(1)])))
+        if (number + 1) % kWindow == 0:
             self.watch()
 
     def update(self, rate):

@@ -1,4 +1,4 @@
-"""python -m calcops.train: labels, settings, checkpoints, messages, and what is refused."""
+"""calcops train: labels, settings, checkpoints, messages, and what is refused."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""python -m calcops.train --model nep: it learns, resumes, and writes a nep.txt with its results."""
+"""calcops train --model nep: it learns, resumes, and writes a nep.txt with its results."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from ase.calculators.lj import LennardJones  # noqa: E402
 from ase.io import write  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
 from calcops.nep import load  # noqa: E402
-from calcops.nep.nep_file import read  # noqa: E402
+from calcops.nep.nep_file import kTriples, read  # noqa: E402
 from calcops.nep.nep_file import write as write_nep  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
@@ -85,6 +85,19 @@ def assert_same(results, others, tolerance=1e-9):
         size = max(expected.abs().max().item() for expected in other)
         for result, expected in zip(frame, other, strict=True):
             torch.testing.assert_close(result, expected, rtol=0, atol=tolerance * size)
+
+
+def test_a_training_keeps_the_invariants_of_its_start(images):
+    file = model_of(images, "--l-max", "4", "2", "0").file()
+    dim = file.w0.shape[2] + 4 * file.c[1].shape[3]
+    random = np.random.default_rng(0)
+    w0 = random.normal(0, 0.1, (*file.w0.shape[:2], dim))
+    scale = random.uniform(1, 2, dim)
+    write_nep(replace(file, triples=kTriples, w0=w0, scale=scale), "start.txt")
+    model, _ = first_model(images, command.parse(["frames.extxyz", "--start", "start.txt"]))
+    model.write("nep.txt")
+    assert load("nep.txt").file().triples == kTriples
+    assert_same(results_of(load("nep.txt"), images), results_of(model, images))
 
 
 @pytest.mark.parametrize("words", ["", "--l-max 4 0 0 --n-max 6 6", "--l-max 2 2 0"])
@@ -467,7 +480,7 @@ def test_a_start_without_the_elements_of_the_frames_is_refused():
     with pytest.raises(ValueError, match="expected Si, got Au, Cu in frames.extxyz"):
         run("frames.extxyz", "--start", MODELS / "nep4.txt")
     Path("bad.txt").write_text("not a model\n")
-    with pytest.raises(ValueError, match="bad.txt: expected nep3, nep3_zbl"):
+    with pytest.raises(ValueError, match="bad.txt, line 1: expected nep3, nep3_zbl"):
         run("frames.extxyz", "--start", "bad.txt")
     with pytest.raises(ValueError, match="expected a model, got none.txt"):
         run("frames.extxyz", "--start", "none.txt")

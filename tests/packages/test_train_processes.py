@@ -50,7 +50,7 @@ def frames(tmp_path_factory):
     return path
 
 
-def start(frames, folder, steps, program=("-m", "calcops.train")):
+def start(frames, folder, steps, program=("-m", "calcops", "train")):
     """Start a training by two processes of torchrun, and return torchrun's process.
 
     torchrun starts all processes again if one dies. One may die because Gloo aborts a process whose

@@ -18,6 +18,7 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
 import make_frames  # noqa: E402
 from ase import Atoms  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
+from calcops.train import trainer as trainer_module  # noqa: E402
 from calcops.train.datasets import frames_of  # noqa: E402
 from calcops.train.deep_potential import DeepPotential  # noqa: E402
 from calcops.train.labels import relabel, set_labels  # noqa: E402
@@ -185,15 +186,56 @@ def test_a_gradient_is_clipped_at_a_multiple_of_the_median_norm(frames):
 
 def test_a_step_whose_gradient_is_not_finite_is_left_out(frames):
     trainer = trained(frames, 3)
-    before = [parameter.clone() for parameter in trainer.parameters.values()]
+    before = trainer.state()
     energy = trainer.data.frames["energy"].clone()
     trainer.data.frames["energy"] *= np.inf
     trainer.step()
-    assert all(map(torch.equal, trainer.parameters.values(), before))
+    after = trainer.state()
+    assert_same_tensors(after["parameters"], before["parameters"])
+    for ours, theirs in zip(after["optimizers"], before["optimizers"]):
+        for number, values in ours["state"].items():
+            assert_same_tensors(values, theirs["state"][number])
     assert np.isnan(trainer.history[-1][3])
     trainer.data.frames["energy"] = energy
     trainer.step()
     assert np.isfinite(trainer.history[-1]).all()
+
+
+def assert_same_tensors(ours, theirs):
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_numbers_of_a_step_are_read_after_the_gradient_of_the_next_one(frames, monkeypatch):
+    done = []
+
+    def logged(name, function):
+        def call(*arguments):
+            done.append(name)
+            return function(*arguments)
+
+        return call
+
+    trainer = trained(frames, 1)
+    read_later = trainer_module.read_later
+    monkeypatch.setattr(
+        trainer_module, "differentiate", logged("gradient", trainer_module.differentiate)
+    )
+    monkeypatch.setattr(
+        trainer_module, "read_later", lambda tensor: logged("read", read_later(tensor))
+    )
+    assert len(trainer.history) == 1  # which reads it
+    for _ in range(3):
+        trainer.step()
+    assert done == ["gradient", "gradient", "read", "gradient", "read"]
+    assert len(trainer.history) == 4
+    assert done[-1] == "read"
+
+
+def test_a_gpu_keeps_environments_in_half_of_its_free_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30e9, 80e9))
+    assert trainer_module.most_kept_bytes(torch.device("cuda")) == 15e9
+    assert trainer_module.most_kept_bytes(torch.device("cpu")) == 2e9
 
 
 def test_a_run_that_grows_beyond_its_start_goes_back_with_half_the_rate(frames, monkeypatch):
@@ -364,7 +406,7 @@ def test_the_whole_example_reaches_what_its_readme_says(tmp_path):
     python(SCRIPTS / "make_frames.py", "silicon", tmp_path)
     words = [tmp_path / "train.extxyz", "--settings", SCRIPTS / "silicon.toml"]
     words += ["--validate", tmp_path / "held_out.extxyz", "--test", tmp_path / "test.extxyz"]
-    printed = python("-m", "calcops.train", *words, "--folder", tmp_path)
+    printed = python("-m", "calcops", "train", *words, "--folder", tmp_path)
     held_out, test = (float(value) for value in re.findall(r"force ([\d.]+) meV/A", printed)[-2:])
     assert held_out <= 50
     assert test <= 45
