@@ -1,10 +1,10 @@
 """Read a DeePMD-kit model of type se_e2_a as a DeepPotential, without DeePMD-kit.
 
-    python calcops/deepmd/import_deepmd.py frozen_model.pth water.pt2
+    calcops deepmd frozen_model.pth water.pt2
 
     model = load("frozen_model.pth")        # in Python
 
-The script reads .pth, .pt, .dp and .yaml, also compressed ones, and writes .pt2, .pt and .npz.
+The command reads .pth, .pt, .dp and .yaml, also compressed ones, and writes .pt2, .pt and .npz.
 DeepPotential is that of ../train. An option that it does not compute is an error.
 """
 
@@ -252,8 +252,8 @@ def numbered(name, nets):
 
 
 def main():
-    """Run the script."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="calcops deepmd", description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="what DeePMD-kit wrote: .pth, .pt, .dp or .yaml")
     parser.add_argument("output", type=Path, help=".pt2, .pt or .npz")
     parser.add_argument(
@@ -261,18 +261,17 @@ def main():
     )
     parser.add_argument("--float32-nets", action="store_true", help="nets compute in float32")
     options = parser.parse_args()
-    try:
-        model = quick_form(load(options.model), options)
-        if options.output.suffix == ".npz":
-            save_npz(model, options.output)
-        else:
-            save(model, options.output)
-    except (ImportError, OSError, ValueError) as error:
-        parser.exit(1, f"import_deepmd: {error}\n")
+    model = quick_form(load(options.model), options)
+    if options.output.suffix == ".npz":
+        save_npz(model, options.output)
+    else:
+        save(model, options.output)
     counts = zip(model.type_names, model.sel)
     neighbours = ", ".join(f"{name} up to {count}" for name, count in counts)
     print(f"{options.output}: neighbours within {model.cutoff:g} A: {neighbours}")
 
 
 if __name__ == "__main__":
-    main()
+    from calcops.__main__ import renamed
+
+    renamed("deepmd")

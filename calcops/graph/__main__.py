@@ -1,7 +1,7 @@
 """Write a MACE or a SevenNet model to a file for LAMMPS, ASE and C++ programs.
 
-python -m calcops.graph mace my.model mace.pt       # what MACE's training writes
-python -m calcops.graph sevennet 7net-0 7net-0.pt   # a name of SevenNet's, or a checkpoint
+calcops graph mace my.model mace.pt       # what MACE's training writes
+calcops graph sevennet 7net-0 7net-0.pt   # a name of SevenNet's, or a checkpoint
 """
 
 import argparse
@@ -49,21 +49,18 @@ def load(kind, name, head):
 
 def main():
     """Read the command line; write the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m calcops.graph", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="calcops graph", description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=["mace", "sevennet"])
     parser.add_argument("model", help="the model's file; for SevenNet also a name")
     parser.add_argument("file", type=Path, help="to write; it ends in .pt")
     parser.add_argument("--head", help="of a MACE model that has several")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     options = parser.parse_args()
-    try:
-        model = load(options.kind, options.model, options.head)
-        save(model, options.file, dtype=getattr(torch, options.dtype), **model.about)
-    except (ImportError, OSError, ValueError) as error:
-        parser.exit(1, f"calcops.graph: {error}\n")
+    model = load(options.kind, options.model, options.head)
+    save(model, options.file, dtype=getattr(torch, options.dtype), **model.about)
 
 
 if __name__ == "__main__":
-    main()
+    from calcops.__main__ import renamed
+
+    renamed("graph")

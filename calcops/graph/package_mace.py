@@ -3,7 +3,7 @@
     model = Mace(torch.load("my.model", weights_only=False))
     save(model, "mace.pt", **model.about)
 
-python -m calcops.graph writes such a file, too.
+calcops graph writes such a file, too.
 """
 
 import mace.modules

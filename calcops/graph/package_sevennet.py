@@ -3,7 +3,7 @@
     model = SevenNet(sevenn.util.load_checkpoint("7net-0").build_model())
     save(model, "7net-0.pt", **model.about)
 
-python -m calcops.graph writes such a file, too.
+calcops graph writes such a file, too.
 """
 
 import e3nn.util.jit

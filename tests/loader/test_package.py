@@ -53,7 +53,7 @@ def test_a_wheel_holds_the_sources_and_installs_no_other_names(wheel):
     modules = {"calcops", "calcops_jit.py", "_calcops_jit", "calcops_jit-stubs"}
     assert top == modules | {"calcops.dist-info"}
 
-    packages = set()
+    packages = {str(path.relative_to(HERE)) for path in (HERE / "calcops").glob("*.py")}
     for package in ("ase", "deepmd", "graph", "nep", "ops", "potentials", "train"):
         for path in (HERE / "calcops" / package).rglob("*.*"):
             if path.suffix in (".py", ".sw", ".h", ".cpp", ".cu"):
@@ -107,6 +107,14 @@ print(Potential.__module__, load.__code__.co_filename, StillingerWeber().cutoff)
 """
 
 
+def lines_of_command(python: Path, *words: str) -> list[str]:
+    """Return what the installed command `calcops` prints in a foreign folder."""
+    command = [python.parent / "calcops", *words]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
+    return (done.stdout + done.stderr).splitlines()
+
+
 def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_cache(
     wheel, environment, tmp_path
 ):
@@ -117,6 +125,9 @@ def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_ca
     module, path, _ = printed.split()
     assert module == "calcops.potentials.potential"
     assert path == f"{site}/calcops/potentials/package.py"
+    assert lines_of_command(environment)[0] == "usage: calcops COMMAND ..."
+    (line,) = lines_of_command(environment, "lammps", "build")
+    assert "expected the module calcops.lammps, got none: pip install ./calcops/lammps" in line
     replace_operators(site / "_calcops_jit/ops")
     shutil.copytree(cache_with_runtime(), tmp_path / "cache")
     before = {path: path.stat().st_mtime_ns for path in site.rglob("*")}
@@ -133,6 +144,7 @@ def test_the_installed_module_builds_from_any_folder_and_writes_only_into_the_ca
 def test_an_editable_installation_follows_edits_of_the_checkout(environment, tmp_path):
     source = copy(tmp_path / "calcops")
     pip("install", "--no-build-isolation", "-e", source, python=environment)
+    assert lines_of_command(environment)[0] == "usage: calcops COMMAND ..."
     replace_operators(source / "ops")
     assert call(environment, tmp_path) == [f"{source}/calcops_jit.py", "1"]
     replace_operators(source / "ops", 2)

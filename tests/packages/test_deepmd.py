@@ -10,7 +10,6 @@ cdc1db7.
 import copy
 import json
 import re
-import runpy
 import warnings
 import zipfile
 from pathlib import Path
@@ -25,8 +24,8 @@ NAMES = sorted(path.name for path in FILES.iterdir() if path.suffix != ".json")
 for module in ("ase", "vesin"):
     pytest.importorskip(module)
 
+from calcops.__main__ import main  # noqa: E402
 from calcops.ase.calculator import CalcOps  # noqa: E402
-from calcops.deepmd import import_deepmd  # noqa: E402
 from calcops.deepmd.formats import read  # noqa: E402
 from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, save_npz  # noqa: E402
 from calcops.potentials import package  # noqa: E402
@@ -142,8 +141,8 @@ def test_a_model_imported_by_the_command_gives_the_same_in_ase(
     output, numbers, tmp_path, monkeypatch, capsys
 ):
     path = tmp_path / output
-    monkeypatch.setattr("sys.argv", ["import_deepmd.py", f"{FILES}/pairs.pth", f"{path}"])
-    runpy.run_path(f"{ROOT}/calcops/deepmd/import_deepmd.py", run_name="__main__")
+    monkeypatch.setattr("sys.argv", [])
+    main(["deepmd", f"{FILES}/pairs.pth", f"{path}"])
     printed = capsys.readouterr().out
     assert "neighbours within 3 A: O up to 12, H up to 24" in printed
     form = package.load(path)
@@ -250,24 +249,20 @@ kUnreadable = {
 
 
 @pytest.mark.parametrize("name", [*kUnreadable, "absent.pth"])
-def test_a_file_that_is_no_model_is_one_line_of_the_command(name, tmp_path, monkeypatch, capsys):
+def test_a_file_that_is_no_model_is_one_line_of_the_command(name, tmp_path, monkeypatch):
     for module in {".dp": ["h5py"], ".yaml": ["yaml"]}.get(Path(name).suffix, []):
         pytest.importorskip(module)
     path = tmp_path / name
     kUnreadable.get(name, lambda path: None)(path)
-    monkeypatch.setattr("sys.argv", ["import_deepmd", str(path), str(tmp_path / "model.npz")])
+    monkeypatch.setattr("sys.argv", [])
     with pytest.raises(SystemExit) as exit:
-        import_deepmd.main()
-    assert exit.value.code == 1
-    printed = capsys.readouterr().err
-    assert re.match(f"import_deepmd: .*{name}", printed)
-    assert printed.count("\n") == 1
+        main(["deepmd", str(path), str(tmp_path / "model.npz")])
+    assert re.fullmatch(f"calcops deepmd: .*{name}.*", exit.value.code)
 
 
-def test_an_output_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", [])
     for name in ("absent/model.npz", "model.xyz"):
-        words = ["import_deepmd", str(FILES / "pairs.pth"), str(tmp_path / name)]
-        monkeypatch.setattr("sys.argv", words)
-        with pytest.raises(SystemExit):
-            import_deepmd.main()
-        assert re.match(f"import_deepmd: .*{tmp_path}", capsys.readouterr().err)
+        with pytest.raises(SystemExit) as exit:
+            main(["deepmd", str(FILES / "pairs.pth"), str(tmp_path / name)])
+        assert re.fullmatch(f"calcops deepmd: .*{tmp_path}.*", exit.value.code)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from calcops.__main__ import main  # noqa: E402
 from calcops.graph import __main__ as graph_command
 from calcops.graph import edge_forces
 from programs import ROOT, run
@@ -95,15 +96,15 @@ def test_sevennet_gives_its_own_results_through_the_operator():
     assert float(re.search(r"ends are (\S+) A", printed)[1]) < 1e-6
 
 
-def test_a_file_that_a_foreign_reader_fails_on_is_one_line(monkeypatch, capsys):
+def test_a_file_that_a_foreign_reader_fails_on_is_one_line(monkeypatch):
     """SevenNet's reader of checkpoints fails on SevenNet's TorchScript by an error of its own."""
 
     def fails(name, head):
         raise TypeError(f"no model in {name}\nand a second line")
 
     monkeypatch.setattr(graph_command, "load_sevennet", fails)
-    monkeypatch.setattr("sys.argv", ["calcops.graph", "sevennet", "deployed.pt", "out.pt"])
-    with pytest.raises(SystemExit):
-        graph_command.main()
-    message = r"^calcops.graph: expected a model .*sevennet wrote, got deployed.pt, .*deployed.pt$"
-    assert re.match(message, capsys.readouterr().err)
+    monkeypatch.setattr("sys.argv", [])
+    with pytest.raises(SystemExit) as stop:
+        main(["graph", "sevennet", "deployed.pt", "out.pt"])
+    message = r"^calcops graph: expected a model .*sevennet wrote, got deployed.pt, .*deployed.pt$"
+    assert re.match(message, stop.value.code)

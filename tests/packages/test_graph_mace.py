@@ -79,7 +79,7 @@ def folder(tmp_path_factory):
     """Return a folder with my.model, two_heads.model, and mace.pt, a package of the former."""
     folder = tmp_path_factory.mktemp("mace")
     python(folder, "-c", MAKE_MODELS)
-    python(folder, "-m", "calcops.graph", "mace", "my.model", "mace.pt")
+    python(folder, "-m", "calcops", "graph", "mace", "my.model", "mace.pt")
     return folder
 
 
@@ -100,13 +100,15 @@ def test_ase_gives_the_numbers_of_maces_calculator(folder):
 
 @pytest.mark.parametrize("head", ["pt_head", "Default"])
 def test_each_head_of_a_float32_model_is_packaged_by_name(folder, head):
-    python(folder, "-m", "calcops.graph", "mace", "two_heads.model", f"{head}.pt", "--head", head)
+    python(
+        folder, "-m", "calcops", "graph", "mace", "two_heads.model", f"{head}.pt", "--head", head
+    )
     for name, difference in differences(folder, "two_heads.model", f"{head}.pt", head).items():
         assert difference <= 1e-12, name
 
 
 def test_a_float32_file_is_close(folder):
-    python(folder, "-m", "calcops.graph", "mace", "my.model", "32.pt", "--dtype", "float32")
+    python(folder, "-m", "calcops", "graph", "mace", "my.model", "32.pt", "--dtype", "float32")
     largest = differences(folder, "my.model", "32.pt", "Default")
     assert 1e-9 < largest["forces"] < 1e-4
     assert max(largest.values()) < 1e-4
@@ -124,8 +126,8 @@ def test_what_cannot_be_packaged_is_refused_in_one_line(folder):
         ("absent.model", "other.pt"): "No such file .*absent.model",
     }
     for arguments, message in cases.items():
-        printed = python(folder, "-m", "calcops.graph", "mace", *arguments, fails=True)
-        assert re.search(f"^calcops.graph: .*{message}", printed, re.MULTILINE), printed
+        printed = python(folder, "-m", "calcops", "graph", "mace", *arguments, fails=True)
+        assert re.search(f"^calcops graph: .*{message}", printed, re.MULTILINE), printed
         assert "Traceback" not in printed
         assert not (folder / arguments[1]).exists() or arguments[1] == "mace.pt"
 
