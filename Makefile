@@ -118,7 +118,7 @@ lammps: .venv/.base #### a model as a pair style of LAMMPS, on two ranks
 
 train: .venv/.examples ## train a Deep Potential on silicon (some ten minutes), package it, run it in ASE, time a step
 	$(python) examples/train_potential/make_frames.py silicon
-	$(python) -m calcops.train --settings examples/train_potential/silicon.toml
+	$(python) -m calcops train --settings examples/train_potential/silicon.toml
 	$(python) examples/train_potential/deploy.py
 	$(python) examples/train_potential/step_time.py
 
@@ -154,7 +154,7 @@ endef
 graph-potential: .venv/.base build/graph_potential/.installed #### SevenNet's forces from the operator
 	build/graph_potential/bin/python -W ignore examples/sevennet/compare.py
 
-mace: .venv/.base build/mace/.installed #### install MACE, whose models `build/mace/bin/python -m calcops.graph mace` packages
+mace: .venv/.base build/mace/.installed #### install MACE, whose models `build/mace/bin/python -m calcops graph mace` packages
 
 # These environments have SevenNet or MACE, which need different releases of e3nn, and their dependencies. A .pth file adds
 # .venv's packages, so that PyTorch is installed only once.

@@ -26,10 +26,13 @@ import stat
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from .inputs import Changed, Inputs, digest, digest_of_open
 from .messages import Progress, report
-from .request import Request
+
+if TYPE_CHECKING:
+    from .request import Request
 
 _POLL_S = 0.1  # between two looks at a lock
 _KEPT = 8  # builds of an entry; the least recently used ones beyond these are removed

@@ -13,8 +13,6 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
-import torch
-
 # The architectures if no GPU is known: code for A100 and H100, and PTX for newer GPUs.
 DEFAULT_ARCHES = "8.0;9.0+PTX"
 # Stands for the GPUs of a container in which no file names them.
@@ -42,6 +40,8 @@ def choose(needed: bool = False) -> Choice:
     CALCOPS_CUDA decides. If it is not set, CUDA is built if a GPU is visible or
     TORCH_CUDA_ARCH_LIST is set. With `needed`, CUDA is required, as for a .cu source of `load`.
     """
+    import torch
+
     switch = os.environ.get("CALCOPS_CUDA", "")
     if switch not in ("", "0", "1"):
         raise ValueError(f"calcops_jit: expected CALCOPS_CUDA 0 or 1, got {switch!r}")
@@ -75,6 +75,8 @@ def find_toolkit() -> tuple[str, str]:
     A toolkit without a known version fits, too; its version is "". If no toolkit fits, return ("",
     the version of the first other one or "").
     """
+    import torch
+
     if torch.version.cuda is None:
         return "", ""
     nvcc = shutil.which("nvcc")

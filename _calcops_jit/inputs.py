@@ -16,11 +16,12 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable
+from importlib.util import find_spec
 from types import SimpleNamespace
 
-import torch
-
-TORCH = os.path.realpath(os.path.dirname(torch.__file__))
+# This module does not import PyTorch: a start of LAMMPS imports it.
+_INSTALLED = os.path.dirname(find_spec("torch").origin)
+TORCH = os.path.realpath(_INSTALLED)
 # A larger file, such as a compiler or a library, is known by its size and time.
 _LARGE = 1_000_000
 _DEFAULT = ("/usr/local/include", "/usr/include")  # where compilers look for headers at last
@@ -223,7 +224,7 @@ def _prefixes(programs: tuple[str, ...]) -> list[str]:
 @functools.cache
 def _versioned() -> tuple[str, ...]:
     """Return the folders of software that is known by its version."""
-    site = os.path.dirname(torch.__file__)
+    site = _INSTALLED
     python = sysconfig.get_path("include", "posix_prefix")
     system = "/lib /lib64 /usr/lib /usr/lib64 /usr/include/c++ /usr/include/linux".split()
     folders = [TORCH, site, f"{os.path.dirname(site)}/nvidia", python, *system]

@@ -15,7 +15,9 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <set>
 #include <stdexcept>
+#include <string>
 
 #include "atom.h"
 #include "comm.h"
@@ -199,6 +201,21 @@ void PairCalcOps::coeff(int narg, char** arg) {
   allocated = 1;
   for (int i = 1; i <= ntypes; ++i)
     for (int j = 1; j <= ntypes; ++j) setflag[i][j] = model_type_[i] >= 0 && model_type_[j] >= 0;
+}
+
+// LAMMPS's own many-body styles ignore these options silently. In a hybrid style, the options are
+// meant for the other styles.
+void PairCalcOps::modify_params(int narg, char** arg) {
+  static const std::set<std::string> ignored{"mix", "table", "table/disp", "tabinner",
+                                             "tabinner/disp"};
+  if (force->pair == this && comm->me == 0)
+    for (int k = 0; k < narg; ++k)
+      if (ignored.count(arg[k]))
+        error->warning(FLERR,
+                       "Pair style calcops: pair_modify {} has no effect, as a model has no "
+                       "coefficients of pairs",
+                       arg[k]);
+  Pair::modify_params(narg, arg);
 }
 
 void PairCalcOps::init_style() {

@@ -26,6 +26,7 @@ class PairCalcOps : public Pair {
 
   void settings(int narg, char** arg) override;
   void coeff(int narg, char** arg) override;
+  void modify_params(int narg, char** arg) override;
   void init_style() override;
   double init_one(int i, int j) override;
   void compute(int eflag, int vflag) override;

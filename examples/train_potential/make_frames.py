@@ -6,7 +6,7 @@
 
 FOLDER, build/train_potential/NAME if not given, gets train.extxyz, held_out.extxyz and
 test.extxyz. The crystals are labelled by Stillinger-Weber. silicon.toml and gallium-nitride.toml
-beside this file are settings of `python -m calcops.train` for their files.
+beside this file are settings of `calcops train` for their files.
 
 The frames of silver and copper are labelled by ASE's effective medium theory. Of four trajectories
 each, one is of strained bulk, one of a slab with vacuum, one of a cluster without periodicity and

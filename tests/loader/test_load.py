@@ -267,7 +267,7 @@ folder = {folder!r}
 os.mkdir(folder)
 for name in ("include", "lib"):
     os.symlink(os.path.join(os.path.dirname(torch.__file__), name), os.path.join(folder, name))
-torch.__file__ = f"{{folder}}/__init__.py"
+torch.__file__ = torch.__spec__.origin = f"{{folder}}/__init__.py"
 cpp_extension._TORCH_PATH = folder
 cpp_extension.TORCH_LIB_PATH = f"{{folder}}/lib"
 """

@@ -267,7 +267,7 @@ def test_a_pretrained_sevennet_gives_its_own_results_on_any_number_of_ranks(lamm
         words = "-W", "ignore", *arguments
         run(PYTHON, *words, cwd=lammps.folder, OMP_NUM_THREADS="1")
 
-    python("-m", "calcops.graph", "sevennet", "7net-0", lammps.folder / "7net-0.pt")
+    python("-m", "calcops", "graph", "sevennet", "7net-0", lammps.folder / "7net-0.pt")
     script = (
         "units metal\nboundary p f f\natom_modify map array\n"
         "region box block 0 45.12 -20 20 -20 20\n"

@@ -80,6 +80,15 @@ def test_pair_modify_tail_or_shift_is_refused(lammps, option, column):
     assert difference(table, plain) <= 1e-12
 
 
+def test_pair_modify_of_coefficients_is_warned_of_unless_another_style_may_use_it(lammps):
+    script = MELT + OURS + "pair_modify mix arithmetic table 0 compute yes nofdotr\nrun 0\n"
+    printed = lammps(script, ranks=2)
+    assert re.findall("WARNING: .*pair_modify (.*) has no effect", printed) == ["mix", "table"]
+    hybrid = "pair_style hybrid/overlay calcops lj.pt lj/cut 2.5\npair_coeff * * calcops X\n"
+    hybrid += "pair_coeff * * lj/cut 1 1\npair_modify mix arithmetic\nrun 0\n"
+    assert "has no effect" not in lammps(MELT + hybrid)
+
+
 # A melt in whose left half neighbouring atoms are bonded.
 BONDED = re.sub(r"atom_style.*", "atom_style bond", MELT)
 BONDED = re.sub(
