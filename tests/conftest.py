@@ -78,8 +78,11 @@ def pytest_collection_modifyitems(items):
         if _needs_gpu(item):
             item.add_marker(pytest.mark.gpu)
     # These fork, and a fork has no backward pass once PyTorch has threads for devices.
-    first = "test_faults.py", "test_testing.py"
-    items.sort(key=lambda item: (item.path.name not in first, -file_seconds[item.path.name]))
+    first = "faults testing density environment_spline tabulated_sum warp_perspective_calls".split()
+    names_of_first = [f"test_{name}.py" for name in first]
+    items.sort(
+        key=lambda item: (item.path.name not in names_of_first, -file_seconds[item.path.name])
+    )
 
 
 @pytest.hookimpl(wrapper=True)
