@@ -151,9 +151,9 @@ def measure_deepmd(folder, name, natoms):
 def measure(folder, name, natoms):
     """Print a row of the table."""
     import torch
-    from calcops.ase.calculator import NeighbourList
     from calcops.deepmd.import_deepmd import load
     from calcops.potentials import package
+    from calcops.train.neighbours import neighbours, pair_vectors
 
     torch.set_num_threads(1)
     model = load(folder / f"{name}.pth")
@@ -162,12 +162,14 @@ def measure(folder, name, natoms):
     atoms = structure(name, natoms)
     assert len(atoms) == natoms
     types = torch.tensor([model.type_names.index(symbol) for symbol in atoms.symbols])
-    pairs = NeighbourList(atoms, model.cutoff, 2.0, "cpu")
-    live = pairs.list_neigh[0] >= 0
+    positions = torch.from_numpy(atoms.positions)[None]
+    cell = torch.from_numpy(atoms.cell.array)
+    list_neigh, shift = neighbours(positions, cell[None], model.cutoff + 2.0)
+    is_pair = list_neigh[0] >= 0
     system = {
-        "i": live.nonzero()[:, 0],
-        "j": pairs.list_neigh[0][live],
-        "S": pairs.shift[0][live].long(),
+        "i": is_pair.nonzero()[:, 0],
+        "j": list_neigh[0][is_pair],
+        "S": (shift[0][is_pair] @ cell.inverse()).round().long(),
         "types": types,
         "positions": atoms.positions,
         "cell": atoms.cell.array,
@@ -176,11 +178,10 @@ def measure(folder, name, natoms):
     run_in_deepmd(folder, name, str(natoms))
     peer = np.load(folder / "theirs.npz")
 
-    positions, cell = torch.from_numpy(atoms.positions), torch.from_numpy(atoms.cell.array)
     times = [float(peer["c"]), float(peer["python"])]
     for form in (package.load(folder / f"{name}.pt2"), model):
         least, (_, _, force, *_) = seconds(
-            lambda form=form: form(types, pairs.list_neigh, pairs.pair_vectors(positions, cell))
+            lambda form=form: form(types, list_neigh, pair_vectors(positions, list_neigh, shift))
         )
         times.append(least)
     columns = [f"{value * 1e3:.0f}" for value in times] + [f"{times[0] / times[2]:.1f}x"]

@@ -107,7 +107,7 @@ def write_data(name, natoms, path):
 def convert(model):
     """Make .pb, compressed .pb, and the .pt2 of a .pth: as it is, tabulated, with float32 nets."""
     frozen = model.with_suffix(".pb")
-    importer = [sys.executable, ROOT / "calcops/deepmd/import_deepmd.py", model]
+    importer = [sys.executable, "-m", "calcops", "deepmd", model]
     commands = [
         [DEEPMD_ENVIRONMENT / "bin/dp", "convert-backend", model, frozen],
         [DEEPMD_PYTHON, "-c", COMPRESS, frozen, model.with_name(f"{model.stem}_compressed.pb")],

@@ -33,6 +33,7 @@ import calcops.ops  # noqa: F401 - registers the operators, and so does calcops_
 import gpu_results
 import torch
 from bench_force import lattice
+from calcops.nep.invariants import terms_of
 
 import calcops_jit  # noqa: F401
 
@@ -229,6 +230,48 @@ def density_cases_of(name, inputs):
     yield Case(f"{name}, one tangent", models._density_along, [*inputs, tangent])
 
 
+def net_cases(scale):
+    """A net of NEP89's size, and all invariants of orders two and three."""
+    factors, invariant, coefficient = terms_of(4, True, True, ())
+    numbers = torch.Generator().manual_seed(0)
+    functions, neurons = 5, 80
+    P = int(invariant.max()) + 1
+    for dtype in BOTH_DTYPES:
+
+        def random(*shape, dtype=dtype):
+            return torch.randn(shape, generator=numbers, dtype=torch.float64).to(dtype)
+
+        x = (
+            random(scale.atoms, functions),
+            random(25, scale.atoms, functions),
+            torch.randint(2, (scale.atoms,), generator=numbers),
+            factors,
+            invariant,
+            coefficient.to(dtype),
+            random(2, functions, neurons),
+            random(2, P, functions, neurons),
+            random(2, neurons),
+            random(2, neurons),
+            random(2),
+        )
+        yield Case(f"density_net {short(dtype)}", models.density_net, on(scale.device, x))
+
+
+def pair_cases(scale):
+    numbers = torch.Generator().manual_seed(0)
+    size = scale.atoms, 96
+    positions = torch.randn(scale.atoms, 3, generator=numbers, dtype=torch.float64)
+    list_neigh = torch.randint(scale.atoms, size, generator=numbers, dtype=torch.int32)
+    image = torch.randint(27, size, generator=numbers, dtype=torch.int32)
+    offset = torch.zeros(27, 3, dtype=torch.float64)
+    x = positions, list_neigh, image, offset, 2.0, 64
+    yield Case("near_pairs", models.near_pairs, on(scale.device, x))
+    d = 4 * torch.randn(*size, 3, generator=numbers, dtype=torch.float64)
+    table = torch.tensor([[0.5, 1.0, 5.0, 3.0, 5.0, 1.0, 3.0, 0.4, 1.0, 0.2]] * 27).double()
+    x = d, image.long(), table
+    yield Case("screened_repulsion float64", models.screened_repulsion, on(scale.device, x))
+
+
 def environment_cases(scale):
     for dtype in BOTH_DTYPES:
         x = on(scale.device, bench_environment_spline.inputs(scale.atoms, dtype))
@@ -273,6 +316,8 @@ OPERATORS = {
     "edge_force": edge_cases,
     "warp": warp_cases,
     "density": density_cases,
+    "density_net": net_cases,
+    "pairs": pair_cases,
     "environment_spline": environment_cases,
     "tabulated_sum": table_cases,
     "matrix_product": product_cases,

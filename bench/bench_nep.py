@@ -1,24 +1,30 @@
-"""Times of NEP: packages of calcops.nep and, if a checkout of it is given, NEP_CPU's.
+"""Times of NEP: calls in ASE beside nep-adapters, and kernels beside NEP_CPU's.
 
-    python bench/bench_nep.py GPUMD [NEP_CPU] [--repeats 9]
-    python bench/bench_nep.py --many-types
+    python bench/bench_nep.py GPUMD [NEP_CPU] [--repeats 9] [--cases "C 2022"]
+    python bench/bench_nep.py GPUMD --sizes
+    python bench/bench_nep.py GPUMD --many-types
 
-GPUMD and NEP_CPU are checkouts of https://github.com/brucefan1983, whose potentials are used. Each
-case is a disturbed crystal in blocks of 256 atoms with their neighbours, as LAMMPS runs packages.
-NEP_CPU is compiled with -O3 -march=native, and computes the same blocks by compute_for_lammps. Both
-compute the sum of the virials; ours also the virials of atoms.
+GPUMD and NEP_CPU are checkouts of https://github.com/brucefan1983, whose potentials are used.
+nep-adapters comes from PyPI (`pip install nep-adapters`); without it its columns are empty.
 
-Both run in turn on one thread. The table has the smallest of the times of the thread, in us an
-atom, and the largest differences of energies of atoms (eV) and of forces, relative to the largest.
+A call is `atoms.get_forces()` in ASE of a disturbed crystal of 4,096 atoms, which have moved by some
+0.01 A since the last call: by CalcOps(load("nep.txt")), and by nep-adapters' calculator. A kernel is
+a package of the model for a block of 256 atoms with their neighbours, as LAMMPS runs packages, and
+NEP_CPU's compute_for_lammps, compiled with -O3 -march=native. Both compute the sum of the virials;
+ours also the virials of atoms.
 
---many-types prints the processor time of an ASE step of copper and gold with all of 89 types of a
-model of random numbers, and with the two types alone.
+All run in turn on one thread. The table has the smallest of the times of the thread, in us an atom,
+and the largest differences of forces, relative to the largest.
+
+--sizes prints the time of a step of dynamics of copper in ASE at 8 to 4,096 atoms, with ASE's EMT,
+too. --many-types prints what all 89 types of NEP89 at once cost beside the two of a crystal.
 """
 
 import argparse
 import contextlib
 import ctypes
 import io
+import resource
 import subprocess
 import tempfile
 import time
@@ -26,27 +32,39 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ase import Atoms, units
 from ase.build import bulk
+from ase.calculators.emt import EMT
+from ase.md.velocitydistribution import MaxwellBoltzmannDistribution
+from ase.md.verlet import VelocityVerlet
 from calcops.ase import CalcOps
-from calcops.nep import Nep, load
-from calcops.nep.model import kElements
-from calcops.nep.nep_file import NepFile
+from calcops.nep import load
 from calcops.potentials import package
 from scipy.spatial import cKDTree
+
+try:
+    from nep_adapters.ase import NepAseCalculator
+    from nep_adapters.errors import NepAdaptersError
+except ImportError:
+    NepAseCalculator = None
 
 BLOCK = 256
 FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
 DIAMOND = np.concatenate([FCC, FCC + 0.25])
 ALLOY = "Song-2024-UNEP-v1-AgAlAuCrCuMgMoNiPbPdPtTaTiVWZr.txt"
 ROCK_SALT = np.concatenate([FCC, FCC + [0.5, 0, 0]])
+NEP89 = "nep89_20250409/nep89_20250409.txt"
 # {case: (file in GPUMD's potentials/nep or NEP_CPU, lattice constant, sites, their types)}
 CASES = {
     "PbTe": ("NEP_CPU/test_nep/nep.txt", 6.57, ROCK_SALT, [0] * 4 + [1] * 4),
     "C 2022": ("C_2022_NEP4.txt", 3.57371, DIAMOND, [0] * 8),
     "Si 2022": ("Si_2022_NEP4_3body.txt", 5.43, DIAMOND, [0] * 8),
     "C 2024": ("C_2024_NEP4.txt", 3.57371, DIAMOND, [0] * 8),
+    "NEP89": (NEP89, 5.64, ROCK_SALT, [0] * 4 + [1] * 4),
     "16 metals": (ALLOY, 3.92, FCC, None),  # drawn by lot
 }
+TYPES = {"NEP89": ["Na", "Cl"]}  # where a model has more
+ATOMS = 4096
 # A C interface of NEP_CPU's entry for LAMMPS.
 SHIM = r"""
 #include "nep.h"
@@ -98,6 +116,7 @@ class NepCpu:
     """NEP_CPU for one block of atoms."""
 
     def __init__(self, library, path, types, list_neigh, x):
+        """Take the numbers of the types in the file."""
         self.library = library
         for name in ("make", "energy", "force"):
             getattr(library, name).restype = ctypes.c_void_p
@@ -176,10 +195,72 @@ def block_of(case, model):
     return types[atoms], list_neigh, x[atoms]
 
 
-def measure(case, path, library, repeats, folder):
-    """Return the row of a case in the table."""
+def loaded(case, path):
+    """Return the Nep of a case."""
     with contextlib.redirect_stdout(io.StringIO()):
-        model = load(path)
+        return load(path, TYPES.get(case))
+
+
+def alternate(calls, repeats, clock=time.thread_time):
+    """Return the smallest times of calls by name, which take turns, and their last results."""
+    best = dict.fromkeys(calls, float("inf"))
+    results = {}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            begin = clock()
+            results[name] = call()
+            best[name] = min(best[name], clock() - begin)
+    return best, results
+
+
+def compared(times, forces, natoms):
+    """Return columns: us an atom of ours and of the other, if there is one, and how they compare."""
+    columns = [f"{1e6 * seconds / natoms:.2f}" for seconds in times.values()]
+    if len(times) < 2:
+        return [*columns, "", "", ""]
+    ours, theirs = times.values()
+    own, other = forces.values()
+    apart = np.abs(own - other).max() / np.abs(other).max()
+    return [*columns, f"{ours / theirs:.2f}", f"{apart:.0e}"]
+
+
+def atoms_of(case, type_names):
+    """Return the crystal of a case for ASE, with some ATOMS atoms."""
+    _, constant, sites, _ = CASES[case]
+    repeats = round((ATOMS / len(sites)) ** (1 / 3))
+    types, x = crystal(case, repeats, len(type_names))
+    symbols = np.array(type_names)[types]
+    return Atoms(symbols, positions=x, cell=[repeats * constant] * 3, pbc=True)
+
+
+def time_calls(case, path, model, repeats):
+    """Return the columns of calls in ASE."""
+    atoms = atoms_of(case, model.type_names)
+    places = atoms.positions.copy()
+    calculators = {"CalcOps": CalcOps(model)}
+    if NepAseCalculator:
+        with contextlib.suppress(NepAdaptersError):  # some models are refused
+            calculators["nep-adapters"] = NepAseCalculator(str(path))
+    random = np.random.default_rng(0)
+
+    def forces_by(calculator):
+        atoms.calc = calculator
+        return atoms.get_forces()
+
+    best = dict.fromkeys(calculators, float("inf"))
+    for _ in range(repeats):
+        atoms.positions = places + random.normal(0, 0.01, places.shape)
+        calls = {name: lambda own=own: forces_by(own) for name, own in calculators.items()}
+        times, forces = alternate(calls, 1)
+        best = {name: min(best[name], times[name]) for name in best}
+    columns = compared(best, forces, len(atoms))
+    if NepAseCalculator and len(calculators) == 1:
+        columns[1] = "refused"
+    return columns
+
+
+def time_kernels(case, path, model, library, repeats, folder):
+    """Return the columns of kernels, and the number of pairs of an atom."""
     package.save(model, folder / "model.pt2")
     run = package.load(folder / "model.pt2").run
     types, list_neigh, x = block_of(case, model)
@@ -191,86 +272,92 @@ def measure(case, path, library, repeats, folder):
         Rij = positions.index_select(0, neighbours).view(BLOCK, -1, 3)
         return run(*inputs, (Rij - positions[:BLOCK, None])[None])
 
-    calls = {"ours": ours}
+    calls = {"CalcOps": ours}
     if library is not None:
-        calls["NEP_CPU"] = NepCpu(library, path, types, list_neigh, x)
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(repeats):
-        for name, call in calls.items():
-            for _ in range(3):
-                begin = time.thread_time()
-                results = call()
-                best[name] = min(best[name], time.thread_time() - begin)
-                if name == "ours":
-                    _, energy, force, _, _ = results
-    pairs = (list_neigh >= 0).sum() / BLOCK
-    row = [case, f"{pairs:.0f}", *(f"{1e6 * t / BLOCK:.2f}" for t in best.values())]
+        in_file = path.read_text().split("\n", 1)[0].split()[2:]
+        numbers = [in_file.index(name) for name in model.type_names]
+        calls["NEP_CPU"] = NepCpu(library, path, np.array(numbers)[types], list_neigh, x)
+    times, results = alternate(calls, 3 * repeats)
+    forces = {"CalcOps": results["CalcOps"][2][0].numpy()}
     if library is not None:
-        expected_energy, expected_force = calls["NEP_CPU"].results()
-        largest = np.abs(expected_force).max()
-        row.append(f"{best['NEP_CPU'] / best['ours']:.1f}")
-        row.append(f"{np.abs(energy[0].numpy() - expected_energy).max():.0e}")
-        row.append(f"{np.abs(force[0].numpy() - expected_force).max() / largest:.0e}")
-    return row
+        forces["NEP_CPU"] = calls["NEP_CPU"].results()[1]
+    return compared(times, forces, BLOCK), f"{(list_neigh >= 0).sum() / BLOCK:.0f}"
 
 
-def file_of_many_types():
-    """Return a NepFile of 89 types of the size of GPUMD's NEP89, with random numbers."""
-    random = np.random.default_rng(0)
-    T, dim, neurons = 89, 35, 80
-    return NepFile(
-        version=4,
-        type_names=kElements[:T],
-        zbl=(0.5, 1.0),
-        cutoffs=np.array([[6.0, 5.0]] * T),
-        l_max=4,
-        has_q222=True,
-        has_q1111=True,
-        w0=random.normal(0, 0.3, (T, neurons, dim)),
-        b0=random.normal(0, 1, (T, neurons)),
-        w1=random.normal(0, 0.1, (T, neurons)),
-        bias=np.zeros(T),
-        c=tuple(random.normal(0, 0.2, (T, T, 9, 5)) for _ in range(2)),
-        scale=np.full(dim, 0.05),
-    )
+def print_sizes(gpumd, repeats):
+    """Print the processor time of a step of dynamics by the number of atoms, in ms."""
+    path = gpumd / "potentials" / "nep" / ALLOY
+    model = loaded("16 metals", path)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        package.save(model, Path(folder, "model.pt2"))
+        calculators = {"a package": CalcOps(package.load(Path(folder, "model.pt2")))}
+    calculators = {"CalcOps": CalcOps(model)} | calculators | {"EMT": EMT()}
+    if NepAseCalculator:
+        calculators["nep-adapters"] = NepAseCalculator(str(path))
+    print(f"| atoms | {' | '.join(calculators)} |\n|{'---|' * (len(calculators) + 1)}")
+    for cells in ((2, 1, 1), (4, 2, 2), (8, 4, 4), (16, 8, 8)):
+        crystal = bulk("Cu", a=3.62, cubic=True).repeat(cells)
+        MaxwellBoltzmannDistribution(crystal, temperature_K=300, rng=np.random.default_rng(0))
+        steps = max(1, 512 // len(crystal))
+        dynamics = {}
+        for name, calculator in calculators.items():
+            atoms = crystal.copy()
+            atoms.calc = calculator
+            dynamics[name] = VelocityVerlet(atoms, 2 * units.fs)
+        calls = {
+            name: lambda own=own, steps=steps: own.run(steps) for name, own in dynamics.items()
+        }
+        best, _ = alternate(calls, repeats, time.process_time)
+        times = [f"{1e3 * seconds / steps:.3f}" for seconds in best.values()]
+        print(f"| {len(crystal)} | {' | '.join(times)} |", flush=True)
 
 
-def print_many_types(repeats):
-    """Print the smallest processor time of a step, in ms, with all types and with two."""
-    file = file_of_many_types()
-    files = {"89 types": file, "2 types": file.of_types(["Cu", "Au"])}
-    calculators = {name: CalcOps(Nep(own).eval()) for name, own in files.items()}
-    for cells in (2, 10):
-        crystal = bulk("Cu", a=3.8, cubic=True).repeat((4, 2, 2) if cells == 2 else cells)
-        crystal.symbols[::2] = "Au"
-        best = dict.fromkeys(files, float("inf"))
+def print_many_types(gpumd, repeats):
+    """Print the costs of all types of NEP89 at once, beside those of a crystal of two."""
+    path = gpumd / "potentials" / "nep" / NEP89
+    calculators = {}
+    for name, types in (("Na Cl", ["Na", "Cl"]), ("all 89 types", None)):
+        before = peak_memory()
+        begin = time.process_time()
+        with contextlib.redirect_stdout(io.StringIO()):
+            calculators[name] = CalcOps(load(path, types))
+        seconds = time.process_time() - begin
+        print(f"{name}: load takes {seconds:.2f} s and {peak_memory() - before:.0f} MB", flush=True)
+    for cells in (2, 8):
+        crystal = bulk("NaCl", "rocksalt", a=5.64, cubic=True).repeat(cells)
+        best = dict.fromkeys(calculators, float("inf"))
         for seed in range(repeats):
             crystal.rattle(0.01, seed=seed)
             for name, crystal.calc in calculators.items():
                 begin = time.process_time()
                 crystal.get_forces()
                 best[name] = min(best[name], 1e3 * (time.process_time() - begin))
-        times = ", ".join(f"{name} {ms:.1f} ms" for name, ms in best.items())
-        print(f"{len(crystal)} atoms: {times}", flush=True)
+        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in best.items())
+        print(f"a call for {len(crystal)} atoms: {times}", flush=True)
+
+
+def peak_memory():
+    """Return the largest resident memory of the process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("gpumd", type=Path, nargs="?", help="a checkout of GPUMD")
+    parser.add_argument("gpumd", type=Path, help="a checkout of GPUMD")
     parser.add_argument("nep_cpu", type=Path, nargs="?", help="a checkout of NEP_CPU")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--many-types", action="store_true", help="a model of 89 types alone")
+    parser.add_argument("--sizes", action="store_true", help="steps of dynamics alone")
+    parser.add_argument("--many-types", action="store_true", help="all types of NEP89 alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.many_types:
-        return print_many_types(options.repeats)
-    if options.gpumd is None:
-        parser.error("expected a checkout of GPUMD or --many-types")
-    head = ["model", "pairs an atom", "CalcOps, us"]
-    if options.nep_cpu:
-        head += ["NEP_CPU, us", "NEP_CPU / CalcOps", "energy apart", "forces apart"]
+        return print_many_types(options.gpumd, options.repeats)
+    if options.sizes:
+        return print_sizes(options.gpumd, options.repeats)
+    head = ["model", "pairs", "call, us", "nep-adapters, us", "relative", "forces apart"]
+    head += ["kernel, us", "NEP_CPU, us", "relative", "forces apart"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -279,8 +366,10 @@ def main():
             path = file_of(case, options.gpumd, options.nep_cpu)
             if path is None:
                 continue
-            row = measure(case, path, library, options.repeats, folder)
-            print(f"| {' | '.join(row)} |", flush=True)
+            model = loaded(case, path)
+            calls = time_calls(case, path, model, options.repeats)
+            kernels, pairs = time_kernels(case, path, model, library, options.repeats, folder)
+            print(f"| {' | '.join([case, pairs, *calls, *kernels])} |", flush=True)
 
 
 if __name__ == "__main__":

