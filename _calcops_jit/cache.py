@@ -231,10 +231,17 @@ def publish(entry: str, product: str, request: Request, inputs: Inputs, register
     os.chmod(product, 0o755)
     os.rename(product, f"{new}/{request.product}")
     write_checked(f"{new}/manifest", manifest)
-    if os.path.lexists(path):  # it is damaged
-        os.rename(path, f"{new}.old")
-    os.rename(new, path)
-    remove(f"{new}.old")
+    while True:
+        try:
+            os.rename(new, path)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+        # It is damaged, or another machine, which does not see our lock, has built it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, f"{new}.old")
+        remove(f"{new}.old")
     for old in builds(entry)[_KEPT:]:
         remove(old)  # a process that has loaded it keeps it
     library = f"{path}/{request.product}"

@@ -10,9 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkout import ANSWER, CALL, compiler, processes_in, wait_for
+
+from _calcops_jit import cache
 
 # ---- several processes ---------------------------------------------------------------------------
 
@@ -678,6 +681,32 @@ def test_machines_that_do_not_see_each_others_locks_build_in_folders_of_their_ow
     for child in children:
         assert (child.wait().code, child.out) == (0, "1\n"), child.err
     assert len(checkout.libraries()) == 1
+
+
+@pytest.mark.parametrize("other", ["builds", "is damaged"])
+def test_a_build_takes_the_place_of_one_that_appears_at_the_same_moment(
+    other, tmp_path, monkeypatch
+):
+    """A machine that does not see the lock publishes just before the rename."""
+    product = tmp_path / "build" / "new.so"
+    product.parent.mkdir()
+    product.write_text("library")
+    rename = os.rename
+
+    def rename_after_the_other(old, new):
+        if Path(new).parent == tmp_path and not Path(new).exists():
+            if other == "builds":
+                Path(new).mkdir()
+                Path(new, "tiny.so").write_text("library of the other machine")
+            else:
+                Path(new).write_text("")
+            monkeypatch.setattr(os, "rename", rename)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", rename_after_the_other)
+    request = SimpleNamespace(product="tiny.so", facts={})
+    build = cache.publish(str(tmp_path), str(product), request, SimpleNamespace(), {})
+    assert Path(build.path).read_text() == "library"
 
 
 def test_containers_of_one_machine_share_a_folder_and_four_folders_stay(checkout):
