@@ -42,7 +42,7 @@ check: lint .venv/.test ### after an edit: lint and the quick tests; only=force:
 	$(python) $(pytest) -m "not long and not slow" $(if $(only),$(wildcard tests/test_*$(only)*.py tests/*/test_*$(only)*.py))
 
 check_config = $(if $(config),$(if $(environment_$(config)),,$(error config=$(config): expected asan, ubsan, x86-64, avx2 or neon)))
-test: .venv/.test ### what a user relies on, in some 8 minutes; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built so
+test: .venv/.test ### what a user relies on, in some 9 minutes; config=asan|ubsan|x86-64|avx2|neon: the operators' tests, built so
 	$(check_config)$(environment_$(config)) $(python) $(pytest) -m "not long" $(if $(config),$(operator_tests))
 
 test-all: .venv/.test ### also the tests marked `long`: combinations of cases, long examples, foreign programs
