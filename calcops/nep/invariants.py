@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.polynomial.legendre import Legendre, leggauss
 
+k1111 = 7 / 15  # of the square of q_n1 in q_1111
+
 
 class TripleInvariant(torch.nn.Module):
     """The invariant of three l, such as q_123: sum of W A_1m A_2m' A_3m'' over m, m' and m''.
@@ -83,7 +85,7 @@ def terms_of(l_max, has_q222, has_q1111, triples):
         of_invariants.append(terms_of_triple("222"))
     if has_q1111:
         squares = itertools.combinations_with_replacement(rows_of(1), 2)
-        of_invariants.append([([h, h, k, k], 7 / 15 * (1 if h == k else 2)) for h, k in squares])
+        of_invariants.append([([h, h, k, k], k1111 * (1 if h == k else 2)) for h, k in squares])
     of_invariants += [terms_of_triple(name) for name in triples]
 
     factors = []

@@ -28,7 +28,7 @@ import math
 import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import numpy as np
 import torch
-from calcops.nep.invariants import TripleInvariant, sums_of_squares, terms_of, wigner_symbols
+from calcops.nep.invariants import TripleInvariant, k1111, sums_of_squares, terms_of, wigner_symbols
 from calcops.nep.nep_file import NepFile, read
 from calcops.nep.radial_splines import error_bounds, interpolation
 from calcops.nep.zbl import terms_of_zbl
@@ -88,7 +88,7 @@ class Nep(torch.nn.Module):
         self.has_q1111 = file.has_q1111
         self.register_buffer("rows", sums_of_squares(file.l_max, file.has_q222), persistent=False)
         self.k222 = 6 * wigner_symbols(2, 2, 2)[0, 1, 3].item()  # of xy yz xz
-        self.k1111 = 7 / 15
+        self.k1111 = k1111
         self.triples = torch.nn.ModuleList(TripleInvariant(name) for name in file.triples)
         terms = terms_of(file.l_max, file.has_q222, file.has_q1111, file.triples)
         for name, tensor in zip(("factors", "invariant", "coefficient"), terms):
