@@ -16,6 +16,7 @@ from typing import Dict, List, Optional
 import torch
 from ase.data import atomic_numbers
 from calcops.ase.calculator import place_of, types_of_elements
+from calcops.potentials.pair_search import slots_in_rows
 from metatensor.torch import Labels, TensorBlock, TensorMap
 from metatomic.torch import (
     AtomisticModel,
@@ -93,8 +94,7 @@ class Energies(torch.nn.Module):
         vectors = pairs.values.squeeze(-1)[order]
 
         natoms = len(system)
-        count = torch.bincount(i, minlength=natoms)
-        slot = torch.arange(len(i), device=i.device) - (count.cumsum(0) - count)[i]
+        slot, count = slots_in_rows(i, natoms)
         slots = max(1, int(count.max().item()))
         list_neigh = torch.full((1, natoms, slots), -1, device=i.device)
         list_neigh[0, i, slot] = j

@@ -10,7 +10,7 @@ import torch
 from calcops.ase.calculator import checked_skin, place_of, threads_for, types_of_elements
 from calcops.ase.neighbour_lists import near_pairs_of, numbered_rows
 from calcops.ase.trained_range import TrainedRange
-from calcops.potentials.pair_search import pairs_within
+from calcops.potentials.pair_search import pairs_within, slots_in_rows
 from torch_sim.models.interface import ModelInterface
 
 
@@ -117,8 +117,7 @@ class BatchList:
         rows = torch.tensor([len(shift) for _, _, shift in parts], device=i.device)
         first_rows = (rows.cumsum(0) - rows).unbind(0)
         image = torch.cat([own + first for (_, own, _), first in zip(parts, first_rows)])
-        count = torch.bincount(i, minlength=len(positions))
-        slot = torch.arange(len(i), device=i.device) - (count.cumsum(0) - count)[i]
+        slot, count = slots_in_rows(i, len(positions))
         shape = len(positions), int(count.max())
         self.list_neigh = torch.full(shape, -1, dtype=torch.int32, device=i.device)
         self.list_neigh[i, slot] = j.int()

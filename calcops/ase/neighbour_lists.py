@@ -5,7 +5,7 @@ import math
 import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import numpy as np
 import torch
-from calcops.potentials.pair_search import pairs_within
+from calcops.potentials.pair_search import pairs_within, slots_in_rows
 
 kLists = 16  # most lists of structures that were computed alone
 kSlots = 1 << 25  # most slots of these lists together, of 8 bytes each, and of those of a batch
@@ -33,9 +33,7 @@ class NeighbourList:
             for array in (atoms.positions, atoms.cell.array, atoms.pbc)
         )
         i, j, S = pairs_within(positions, cell, pbc, cutoff + skin)
-        count = i.bincount(minlength=len(atoms))
-        first_pair = count.cumsum(0) - count
-        slot = torch.arange(len(i), device=device) - first_pair[i]
+        slot, count = slots_in_rows(i, len(atoms))
         image, shift = numbered_rows(S)
         shape = len(atoms), int(count.max()) if len(atoms) else 0
         self.list_neigh = torch.full(shape, -1, dtype=torch.int32, device=device)

@@ -44,6 +44,20 @@ def pairs_within(positions, cell, pbc, cutoff):
     return i, j, S.clone()
 
 
+def slots_in_rows(i, rows: int):
+    """Return the place [P] of each pair in the row of its atom, and the number of pairs of rows.
+
+    torch.jit.script compiles this function, too.
+
+    Args:
+        i: [P], the atom of each pair, sorted.
+        rows: the number of atoms.
+    """
+    count = torch.bincount(i, minlength=rows)
+    first_pair = count.cumsum(0) - count
+    return torch.arange(len(i), device=i.device) - first_pair[i], count
+
+
 def search_box(positions, cell, pbc, cutoff):
     """Return the periodic cell [3, 3] of a search, as lists, and its cutoff. A GPU waits once.
 

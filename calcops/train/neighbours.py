@@ -1,7 +1,7 @@
 """Neighbour lists of many frames, padded to one shape, and the vectors between their pairs."""
 
 import torch
-from calcops.potentials.pair_search import pairs_within
+from calcops.potentials.pair_search import pairs_within, slots_in_rows
 
 
 def neighbours(positions, cells, cutoff, types=None, pbc=None):
@@ -34,9 +34,7 @@ def neighbours(positions, cells, cutoff, types=None, pbc=None):
         shifts.append(S.to(cells) @ cells[b])
 
     row, other, shift_of_pair = map(torch.cat, (rows, others, shifts))
-    count = torch.bincount(row, minlength=B * n)
-    first_pair = count.cumsum(0) - count
-    slot = torch.arange(len(row), device=device) - first_pair[row]
+    slot, count = slots_in_rows(row, B * n)
     slots = max(1, int(count.max()))
     list_neigh = other.new_full((B * n, slots), -1)
     list_neigh[row, slot] = other
