@@ -36,12 +36,17 @@ count       [n]; int64. The number of pairs within the cutoff, also of those wit
 nearest     [n]; float64. The smallest |Rij|^2 in the row of the list; inf in an empty row.
 )");
 
+List list(View<const double, 2> positions, View<const int32_t, 2> list_neigh,
+          View<const int32_t, 2> image, View<const double, 2> offset, double cutoff) {
+  return {list_neigh.shape[0], list_neigh.shape[1], positions.data,  list_neigh.data, image.data,
+          offset.data,         positions.shape[0],  offset.shape[0], cutoff};
+}
+
 int64_t cpu(View<const double, 2> positions, View<const int32_t, 2> list_neigh,
             View<const int32_t, 2> image, View<const double, 2> offset, double cutoff,
             int64_t slots, View<int64_t, 2> near, View<double, 3> Rij, View<int64_t, 1> count,
             View<double, 1> nearest) {
-  return near_pairs_cpu({list_neigh.shape[0], list_neigh.shape[1], positions.data, list_neigh.data,
-                         image.data, offset.data, positions.shape[0], offset.shape[0], cutoff},
+  return near_pairs_cpu(list(positions, list_neigh, image, offset, cutoff),
                         {slots, near.data, Rij.data, count.data, nearest.data});
 }
 
@@ -52,8 +57,7 @@ cudaError_t cuda(View<const double, 2> positions, View<const int32_t, 2> list_ne
                  View<const int32_t, 2> image, View<const double, 2> offset, double cutoff,
                  int64_t slots, View<int64_t, 2> near, View<double, 3> Rij, View<int64_t, 1> count,
                  View<double, 1> nearest, cudaStream_t stream) {
-  return near_pairs_cuda({list_neigh.shape[0], list_neigh.shape[1], positions.data, list_neigh.data,
-                          image.data, offset.data, positions.shape[0], offset.shape[0], cutoff},
+  return near_pairs_cuda(list(positions, list_neigh, image, offset, cutoff),
                          {slots, near.data, Rij.data, count.data, nearest.data}, stream);
 }
 
