@@ -58,9 +58,8 @@ CalcOps::calculateForce(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor F,
   Force on every atom: the caller's centre term plus the forces of the pairs on the neighbours.
 
   Returns a list of one tensor, [force [B, n + nghost, 3]], energy/length. The force on an atom is F
-  (0 for ghosts) plus the sum of g over the slots that name the atom. g is the force of a pair, as
-  in calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
-  operator.
+  (0 for ghosts) plus the sum of g over the slots that name the atom, with g as in calcops::force.
+  The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same operator.
 
 CalcOps_cuda::calculateForce(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor F,
                              Tensor? nghost=None) -> Tensor[]
@@ -79,13 +78,14 @@ CalcOps_cuda::calculateVirial(Tensor list_neigh, Tensor dE, Tensor Rij, Tensor R
 CalcOps_cpu::calculateVirial(Tensor list_neigh, Tensor dE, Tensor Rij, Tensor Ri_d,
                              Tensor? nghost=None) -> Tensor[]
 
-list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
+list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As in calcops::force.
 dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
             dE_tot/dRi, energy.
-Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i, 1/length.
+Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
+            atom, 1/length.
 Rij         [B, n, K, 3]; like dE. The vector r_j - r_i, length.
-F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. The
-            tensor is not changed.
+F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. It
+            isn't changed.
 nghost      None or an integer tensor of one element, which is read on the host. Under
             torch.compile, export and vmap, call calcops::force or calcops::force_virial instead,
             whose nghost is an int.

@@ -145,12 +145,12 @@ edge_force(Tensor edge_index, Tensor edge_gradient, SymInt natoms, *,
   With g = edge_gradient of an edge, F_a is the sum of g over the edges with centre a, minus the sum
   of g over the edges with neighbour a.
 
-  Differentiable to any order in edge_gradient, in reverse and in forward mode. The values of a
-  masked edge are never used, and every derivative there is exactly 0. Deterministic.
+  Differentiable to any order in edge_gradient, in reverse and forward mode. Values of a masked edge
+  are never used, and every derivative there is exactly 0. Deterministic.
 
-  An entry < -1 or >= natoms is an error on the CPU. On CUDA the force on the atom at the edge's
-  other end becomes NaN, or that on atom 0 if neither entry names an atom. With CALCOPS_CHECK=1 in
-  the environment it is an error on CUDA too, but each call then waits for the GPU.
+  An entry < -1 or >= natoms is an error on the CPU. On CUDA it makes the force on the atom at the
+  edge's other end NaN, or that on atom 0 if neither entry names an atom; with CALCOPS_CHECK=1 in
+  the environment, which makes each call wait for the GPU, it is an error there too.
 
 edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymInt natoms,
                   Tensor? batch=None, SymInt nframes=1, *,
@@ -158,24 +158,24 @@ edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor edge_vec, SymI
   Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
 
   With g = edge_gradient of an edge, virial[a][b] is the sum of -g[a] edge_vec[b] over the edges of
-  a frame. atom_virial gives each edge's term to the neighbour j. Stress is -virial / volume.
+  a frame. atom_virial assigns each edge's term to the neighbour j. Stress is -virial / volume.
 
   Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
-  and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force. On
-  CUDA, the atom_virial of an atom and the virial of its frame become NaN with its force. A wrong
-  frame in `batch` makes the virials of all frames NaN there.
+  and forward mode. Masked edges, wrong entries and determinism are as in calcops::edge_force. If an
+  atom's force becomes NaN on CUDA, so do its atom_virial and the virial of its frame. A wrong frame
+  in `batch` makes the virials of all frames NaN there.
 
 edge_order(Tensor edge_index, SymInt natoms) -> Tensor
   Edges sorted by atom. Saves edge_force and edge_force_virial work on CUDA.
 
   Edge e has two ends: number e at its centre, number E + e at its neighbour.
 
-  Returns int32 [natoms + 2E] in two parts. The second part [2E] has the ends in groups: those at
-  atom 0, those at atom 1 and so on, each group in rising order. Behind the last group, -1 stands
-  for both ends of every edge that is masked or wrong. The first part [natoms] has the end of each
-  atom's group: the position in the second part just behind the group.
+  Returns int32 [natoms + 2E] in two parts. The second part [2E] groups the ends by atom, from atom
+  0 on, each group in rising order. After the last group come -1 for both ends of every edge that is
+  masked or wrong. The first part [natoms] says where each atom's group ends: the position in the
+  second part just after it.
 
-  E must be below 2^30. torch.export needs this bound of a dynamic E: Dim("E", max=2**30 - 1).
+  E must be below 2^30. For a dynamic E, torch.export needs that bound: Dim("E", max=2**30 - 1).
 
 _edge_force_virial(Tensor edge_index, Tensor edge_gradient, Tensor? edge_vec, SymInt natoms,
                    Tensor? batch=None, SymInt nframes=1, bool[3] output_mask=[True, True, True], *,
@@ -190,22 +190,21 @@ _edge_force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? gra
   Gradients for edge_gradient and edge_vec, from those for force, virial and atom_virial.
 
 edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
-               Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+               Row 0 is the centre i, row 1 the neighbour j, from 0; edges in any order. -1 in either
                row masks the edge.
 edge_gradient  [E, 3]; float32 or float64. The derivative dE/d(edge_vec), energy/length, with
-               edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
-               transposed, is not copied on the CPU.
+               edge_vec = r_j - r_i (plus the shift of a periodic image). The transpose of a
+               contiguous [3, E] isn't copied on the CPU.
 edge_vec       [E, 3]; like edge_gradient. The vector r_j - r_i (plus the shift), length.
-natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
+natoms         0 to 2^40. Number of atoms in all frames, including ghosts.
 batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
                frame of each atom, in any order. None: all atoms are in frame 0. torch.vmap joins
-               its items to one call where batch is given, for example as zeros.
-nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
+               its items into one call if batch is given, for example as zeros.
+nframes        0 to 2^40. Number of frames, at least 1 if batch is None and there are atoms.
 edge_order     [natoms + 2E]; int32; E < 2^30.
                The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
-               itself. CPU kernels ignore this argument. With the edge_order of another graph,
-               forces are wrong on CUDA. It is an error on either device with CALCOPS_CHECK=1.
-               E must be below 2^30, as for calcops::edge_order.
+               itself. CPU kernels ignore this argument. The order of another graph gives wrong
+               forces on CUDA, or an error on either device with CALCOPS_CHECK=1.
 force          [natoms, 3]; like edge_gradient. Energy/length.
 virial         [nframes, 3, 3]; like edge_gradient. Energy.
 atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.

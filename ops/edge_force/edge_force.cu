@@ -4,6 +4,9 @@
 // Its lanes add the ends that edge_order lists for the atom. The lanes' sums are added in a fixed
 // tree, so that the bits do not depend on the order of warps. A wrong entry is left out of all
 // sums; afterwards the results to which it may have belonged become NaN.
+#include <calcops/launch.h>
+
+#include <algorithm>
 #include <cstdint>
 
 #include "edge_force/edge_force.h"
@@ -12,7 +15,7 @@
 namespace calcops::ops::edge_force {
 namespace {
 
-constexpr int kThreads = 256, kWarp = 32, kWarps = kThreads / kWarp;
+constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int kAhead = 4;  // ends that a lane loads before it adds the first
 constexpr int64_t kNone = -1;
 
@@ -36,24 +39,10 @@ struct Inputs : EdgeInputs<Real, void> {
   }
 };
 
-__device__ inline double sum_of_lanes(double x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
+using calcops::sum_of_lanes;
 __device__ inline Row sum_of_lanes(Row row) {
   for (int b = 0; b < 4; ++b) row[b] = sum_of_lanes(row[b]);
   return row;
-}
-
-__device__ inline double sum_of_block(double x, double* shared) {
-  x = sum_of_lanes(x);
-  __syncthreads();
-  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  double sum = 0;
-  for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp];
-  return sum;
 }
 
 // Blocks that a multiprocessor must hold at once; 0: no limit. Three leave 80 registers for a
@@ -129,24 +118,20 @@ int64_t count_shares(const Inputs<Real>& in) {
   return shares > 1 ? shares : 1;
 }
 
-// Write the shares of the frames' virials. A block looks for its frame's atoms among its share of
-// all atoms, because `batch` has no order.
+// Write the shares of the frames' virials, a block for each. It looks for its frame's atoms among
+// its share of all atoms, because `batch` has no order.
 template <class Real>
 __global__ void __launch_bounds__(kThreads)
     share_kernel(Inputs<Real> in, const double* exact, int64_t shares, double* sums) {
-  __shared__ double shared[kWarps];
-  for (int64_t block = blockIdx.x; block < in.frames * shares; block += gridDim.x) {
-    const int64_t frame = block / shares, share = block % shares;
-    const int64_t end = in.atoms * (share + 1) / shares;
-    double sum[9] = {};
-    for (int64_t atom = in.atoms * share / shares + threadIdx.x; atom < end; atom += kThreads)
-      if ((in.batch ? in.batch[atom] : 0) == frame)
-        for (int k = 0; k < 9; ++k) sum[k] += exact[9 * atom + k];
-    for (int k = 0; k < 9; ++k) {
-      const double total = sum_of_block(sum[k], shared);
-      if (threadIdx.x == 0) sums[9 * block + k] = total;
-    }
-  }
+  __shared__ double parts[kWarps][9];
+  const int64_t block = blockIdx.x, frame = block / shares, share = block % shares;
+  const int64_t end = in.atoms * (share + 1) / shares;
+  double sum[9] = {};
+  for (int64_t atom = in.atoms * share / shares + threadIdx.x; atom < end; atom += kThreads)
+    if ((in.batch ? in.batch[atom] : 0) == frame)
+      for (int k = 0; k < 9; ++k) sum[k] += exact[9 * atom + k];
+  const double total = sum_of_block(sum, parts);
+  if (threadIdx.x < 9) sums[9 * block + threadIdx.x] = total;
 }
 
 // Write the frames' virials: the sums of the shares.
@@ -220,10 +205,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Return the blocks of a launch. If items remain beyond the grid, the kernels stride over them.
-unsigned blocks_for(int64_t items, int64_t per_block) {
-  constexpr int64_t kMost = 1 << 20;
-  const int64_t blocks = items / per_block + (items % per_block != 0);
-  return unsigned(blocks < kMost ? blocks : kMost);
+int64_t some_blocks_for(int64_t items, int64_t items_of_block) {
+  return std::min<int64_t>(blocks_for(items, items_of_block), 1 << 20);
 }
 
 template <bool kVirial, class Real>
@@ -235,19 +218,22 @@ cudaError_t launch_force(const Inputs<Real>& in, const EdgeOutputs<Real>& out, v
   // errors of float32 could be as large as their sum.
   double* const unrounded =
       kVirial && sizeof(Real) < sizeof(double) ? sums + 9 * in.frames * shares : nullptr;
-  if (in.atoms > 0)
-    atom_kernel<kVirial><<<blocks_for(in.atoms, kWarps), kThreads, 0, stream>>>(in, out, unrounded);
-  if (kVirial && in.frames > 0) {
+  cudaError_t error = launch(atom_kernel<kVirial, Real>, some_blocks_for(in.atoms, kWarps),
+                             kThreads, stream, in, out, unrounded);
+  if (kVirial) {
     const double* exact = unrounded ? unrounded : reinterpret_cast<const double*>(out.atom_virial);
-    share_kernel<<<blocks_for(in.frames * shares, 1), kThreads, 0, stream>>>(in, exact, shares,
-                                                                             sums);
-    frame_kernel<<<blocks_for(9 * in.frames, kThreads), kThreads, 0, stream>>>(in, out, shares,
-                                                                               sums);
+    if (!error)
+      error =
+          launch(share_kernel<Real>, in.frames * shares, kThreads, stream, in, exact, shares, sums);
+    if (!error)
+      error = launch(frame_kernel<Real>, some_blocks_for(9 * in.frames, kThreads), kThreads, stream,
+                     in, out, shares, sums);
   }
-  const int64_t checked = in.edges > in.atoms ? in.edges : in.atoms;
-  if (checked > 0)
-    poison_kernel<kVirial><<<blocks_for(checked, kThreads), kThreads, 0, stream>>>(in, out);
-  return cudaGetLastError();
+  const int64_t checked = std::max(in.edges, in.atoms);
+  if (!error)
+    error = launch(poison_kernel<kVirial, Real>, some_blocks_for(checked, kThreads), kThreads,
+                   stream, in, out);
+  return error;
 }
 
 }  // namespace
@@ -272,10 +258,8 @@ template <class Real, class Index>
 cudaError_t edge_force_backward_cuda(const EdgeInputs<Real, Index>& in,
                                      const EdgeUpstream<Real>& upstream,
                                      const EdgeGradients<Real>& out, cudaStream_t stream) {
-  if (in.edges > 0)
-    backward_kernel<<<blocks_for(in.edges, kThreads), kThreads, 0, stream>>>(Inputs<Real>(in),
-                                                                             upstream, out);
-  return cudaGetLastError();
+  return launch(backward_kernel<Real>, some_blocks_for(in.edges, kThreads), kThreads, stream,
+                Inputs<Real>(in), upstream, out);
 }
 
 #define INSTANTIATE(Real, Index)                                                                 \

@@ -1,4 +1,5 @@
 // CPU kernels of the edge force operators.
+#include <calcops/either.h>
 #include <calcops/memory.h>
 #include <calcops/parallel.h>
 
@@ -8,7 +9,6 @@
 
 #include "edge_force/edge_force.h"
 #include "edge_force/edge_force_math.h"
-#include "either.h"
 
 namespace calcops::ops::edge_force {
 namespace {
@@ -184,7 +184,7 @@ void add_shares(const std::vector<std::vector<FrameShare>>& pieces, int64_t fram
   if (!std::is_sorted(shares.begin(), shares.end(), by_frame))
     std::stable_sort(shares.begin(), shares.end(), by_frame);
 
-  virial.set_zero(9 * frames);
+  virial.set_zero(0, 9 * frames);
   for (size_t k = 0; k < shares.size();) {
     const int64_t frame = shares[k]->frame;
     Row sum[3] = {};
@@ -210,8 +210,8 @@ int64_t force_of(const Inputs& in, const Outputs& out) {
       parts[t].sums = sums.get() + t * in.atoms;
       parts[t].is_set = is_set.get() + t * blocks;
       std::fill_n(parts[t].is_set, blocks, false);
-      in.edge_index.visit([&](const auto* edge_index) {
-        in.edge_gradient.visit([&](const auto* edge_gradient) {
+      in.edge_index.visit(0, [&](const auto* edge_index) {
+        in.edge_gradient.visit(0, [&](const auto* edge_gradient) {
           sum_edges(in, edge_index, edge_gradient, in.edge_vec.as(edge_gradient),
                     in.edges * t / tasks, in.edges * (t + 1) / tasks, parts[t]);
         });
@@ -270,7 +270,7 @@ int64_t sparse_force_of(const Inputs& in, const Outputs& out) {
   force_of<R>(renumbered, {force.data(), out.virial, atom_virial.data()});
 
   const auto spread = [&](const std::vector<double>& rows, int64_t width, const RealResults& to) {
-    to.set_zero(width * in.atoms);
+    to.set_zero(0, width * in.atoms);
     for (size_t k = 0; k < named.size(); ++k) to.write(width * named[k], &rows[width * k], width);
   };
   spread(force, 3, out.force);

@@ -127,39 +127,39 @@ force(Tensor list_neigh, Tensor dE, Tensor Ri_d, SymInt nghost=0, *,
       Tensor? neighbor_index=None) -> Tensor force
   Force on every atom from a neighbour list, dE/dRi and dRi/dr.
 
-  Each filled slot is a pair of the row's atom and the atom that the slot names. The pair puts the
-  force g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g
-  over the slots that name atom a, minus the sum of g over the slots in row a. The caller adds the
-  force on a ghost to the atom of which it is an image.
+  Each filled slot pairs the row's atom with the atom that the slot names. The pair puts the force
+  g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g over
+  the slots that name atom a, minus the sum of g over the slots in row a. Adding the force on a
+  ghost to the atom that it mirrors is left to the caller.
 
-  Differentiable to any order in dE and Ri_d, in reverse and in forward mode. The values of dE and
-  Ri_d in an empty slot are never used, and every derivative there is exactly 0. Deterministic.
+  Differentiable to any order in dE and Ri_d, in reverse and forward mode. Values of dE and Ri_d in
+  an empty slot are never used, and every derivative there is exactly 0. Deterministic.
 
-  A list entry < -1 or >= n + nghost is an error on the CPU. On CUDA the force on the row's atom
-  becomes NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call
-  then waits for the GPU.
+  A list entry < -1 or >= n + nghost is an error on the CPU. On CUDA it makes the force on the row's
+  atom NaN; with CALCOPS_CHECK=1 in the environment, which makes each call wait for the GPU, it is
+  an error there too.
 
 force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor Rij, SymInt nghost=0, *,
              Tensor? neighbor_index=None) -> (Tensor force, Tensor virial, Tensor atom_virial)
   Force, virial and per-atom virial from a neighbour list, dE/dRi, dRi/dr and pair vectors.
 
-  g is the force of a pair, as for calcops::force. virial[a][b] is the sum of g[a] Rij[b] over all
-  pairs of a frame. atom_virial gives each pair's term to the neighbour j. Stress is
+  g is the force of a pair, as in calcops::force. virial[a][b] is the sum of g[a] Rij[b] over all
+  pairs of a frame. atom_virial assigns each pair's term to the neighbour j. Stress is
   -virial / volume.
 
-  Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
-  forward mode. Empty slots, wrong entries and determinism: as for calcops::force. On CUDA, the
-  atom_virial of an atom and the virial of its frame become NaN with its force.
+  Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and forward
+  mode. Empty slots, wrong entries and determinism are as in calcops::force. If an atom's force
+  becomes NaN on CUDA, so do its atom_virial and the virial of its frame.
 
 neighbor_index(Tensor list_neigh, SymInt nghost=0) -> Tensor
   Slots sorted by the atom that they name. Saves force and force_virial work on CUDA.
 
   Slot s of row i has the number i*K + s.
 
-  Returns int32 [B, n + nghost + n*K] in two parts. The second part [B, n*K] has the slots in
-  groups: those that name atom 0, those that name atom 1 and so on, each group in rising order.
-  Behind the last group, -1 stands for every slot that names no atom. The first part [B, n + nghost]
-  has the end of each atom's group: the position in the second part just behind the group.
+  Returns int32 [B, n + nghost + n*K] in two parts. The second part [B, n*K] groups the slots by the
+  atom that they name, from atom 0 on, each group in rising order. After the last group comes a -1
+  for every slot that names no atom. The first part [B, n + nghost] says where each atom's group
+  ends: the position in the second part just after it.
 
 _force_virial(Tensor list_neigh, Tensor dE, Tensor Ri_d, Tensor? Rij, SymInt nghost,
               bool center=True, bool[3] output_mask=[True, True, True], *,
@@ -175,9 +175,9 @@ _force_virial_backward(Tensor? grad_force, Tensor? grad_virial, Tensor? grad_ato
 
 list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
              entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-             n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
+             n*K < 2^32 on CUDA. Index of the neighbour within the frame, from 0:
              the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
-             A row may name an atom several times, and also its own atom (a periodic image).
+             A row may name an atom several times, even its own (a periodic image).
 dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
              dE_tot/dRi, energy.
 Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
@@ -185,10 +185,10 @@ Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i 
 Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
 nghost       0 to 2^40. Number of ghost atoms.
 neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
-             The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
-             search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
-             for bit with and without it. With the index of another list, forces are wrong on CUDA.
-             It is an error on either device with CALCOPS_CHECK=1.
+             The result of neighbor_index(list_neigh, nghost), or None. It saves CUDA kernels the
+             search for the slots that name an atom; CPU kernels ignore it. Results are the same bit
+             for bit with and without it. The index of another list gives wrong forces on CUDA, or
+             an error on either device with CALCOPS_CHECK=1.
 center       Whether atoms receive force from their own rows.
 force        [B, n + nghost, 3]; like dE. Energy/length.
 virial       [B, 3, 3]; like dE. Energy.

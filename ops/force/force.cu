@@ -12,6 +12,8 @@
 //
 // Four lanes share a pair: lane c holds dE[c] and Ri_d[c], in the backward also row c of U. So a
 // warp reads whole sectors of eight pairs, and no array needs more than its type's alignment.
+#include <calcops/launch.h>
+
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -48,9 +50,9 @@ struct Workspace {
   Workspace(void* memory, const ForceInputs<Real, Index>& in) {
     const int64_t rows = in.natoms + in.nghost, frame_slots = in.natoms * in.neighbors;
     const int64_t unsorted = in.neighbor_index ? 0 : in.frames;  // frames to be sorted
-    row_tiles = std::max<int64_t>((rows + kWarps - 1) / kWarps, 1);
-    row_groups = (row_tiles + kGroup - 1) / kGroup;
-    slot_tiles = (frame_slots + kThreads - 1) / kThreads;
+    row_tiles = std::max<int64_t>(blocks_for(rows, kWarps), 1);
+    row_groups = blocks_for(row_tiles, kGroup);
+    slot_tiles = blocks_for(frame_slots, kThreads);
     const auto take = [&](auto*& array, int64_t count) {
       using Array = std::remove_reference_t<decltype(array)>;
       array = reinterpret_cast<Array>(reinterpret_cast<uintptr_t>(memory) + bytes);
@@ -299,8 +301,7 @@ __device__ inline void sum_row(const ForceInputs<Real, Index>& in, const Workspa
   for (int a = 0; a < 3; ++a) {
     sum[a][kColumns - 1] -= center[a][0];
     for (int b = 0; b < kColumns; ++b) {
-      for (int lanes = 16; lanes > 0; lanes /= 2)
-        sum[a][b] += __shfl_xor_sync(kAllLanes, sum[a][b], lanes);
+      sum[a][b] = sum_of_lanes(sum[a][b]);
       if (bad) sum[a][b] = kNaN;
     }
   }
@@ -483,16 +484,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Launch a kernel. Return its error, which is then no longer the runtime's last one.
-template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
-                   const Arguments&... arguments) {
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
-  kernel<<<unsigned(blocks), kThreads, 0, stream>>>(arguments...);
-  return cudaGetLastError();
-}
-
 }  // namespace
 
 template <class Real, class Index>
@@ -511,12 +502,13 @@ cudaError_t force_cuda(const ForceInputs<Real, Index>& in, const ForceOutputs<Re
   cudaError_t error = work.clear(stream);
   if (!in.neighbor_index) {
     const int64_t tiles = in.frames * work.slot_tiles;
-    if (!error) error = launch(count_rows<Real, Index>, tiles, stream, in, work);
-    if (!error) error = launch(place_rows, (rows + kThreads - 1) / kThreads, stream, work, rows);
-    if (!error) error = launch(fill_rows<Real, Index>, tiles, stream, in, work);
-    if (!error) error = launch(sort_rows, (rows + kWarps - 1) / kWarps, stream, work, rows);
+    if (!error) error = launch(count_rows<Real, Index>, tiles, kThreads, stream, in, work);
+    if (!error)
+      error = launch(place_rows, blocks_for(rows, kThreads), kThreads, stream, work, rows);
+    if (!error) error = launch(fill_rows<Real, Index>, tiles, kThreads, stream, in, work);
+    if (!error) error = launch(sort_rows, blocks_for(rows, kWarps), kThreads, stream, work, rows);
   }
-  if (!error) error = launch(sum, in.frames * work.row_tiles, stream, in, out, work);
+  if (!error) error = launch(sum, in.frames * work.row_tiles, kThreads, stream, in, out, work);
   return error;
 }
 
@@ -527,7 +519,7 @@ cudaError_t force_backward_cuda(const ForceInputs<Real, Index>& in,
   const bool virial = in.virial && (upstream.virial || upstream.atom_virial);
   const auto kernel = virial ? backward_rows<true, Real, Index> : backward_rows<false, Real, Index>;
   const int64_t atoms = in.neighbors > 0 ? in.frames * in.natoms : 0;
-  return launch(kernel, (atoms + kWarps - 1) / kWarps, stream, in, upstream, out);
+  return launch(kernel, blocks_for(atoms, kWarps), kThreads, stream, in, upstream, out);
 }
 
 #define INSTANTIATE(Real, Index)                                                              \

@@ -70,7 +70,8 @@ void check(Value* arguments, Value* result_shapes) {
   result_shapes[0] = shape;
 }
 
-// (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, output_mask)
+// (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, order_x, order_y,
+// output_mask)
 void check_backward(Value* arguments, Value*) {
   const Dimensions dims(arguments[1], arguments[2]);
   const Value& grad = arguments[0];
@@ -104,54 +105,54 @@ warp_perspective(Tensor image, Tensor warp, SymInt[2] dsize=[], str interpolatio
                  Tensor? destination=None) -> Tensor result
   Perspective transformation of an image by a 3 x 3 matrix, as cv2.warpPerspective.
 
-  Images and matrices may have any dimensions `...` before their own, such as [N] or
-  [videos, frames]. These are the same for both, and for the result. If image or warp has none, or a
-  single one of size 1, it serves all of the other.
+  Images and matrices may have leading dimensions `...`, such as [N] or [videos, frames], which must
+  agree and are those of the result. If image or warp has none, or a single one of size 1, it serves
+  all items of the other.
 
-  The source of a pixel of the result is the position in the image that the matrix gives for the
-  pixel. There is no source if that position is not finite or its homogeneous coordinate is 0. No
-  pixel has a source if warp is zero or not finite, if the image has no pixels, or if warp must be
-  inverted and is singular, or so near to it that rounding decides. A pixel without a source is
-  border_value, or the value in destination, and its gradients are exactly 0.
+  The source of a result's pixel is the position in the image to which the matrix maps it. There is
+  none if that position isn't finite or its homogeneous coordinate is 0. No pixel has a source if
+  warp is zero or not finite, if the image has no pixels, or if warp must be inverted but is
+  singular, or so nearly singular that rounding decides. A pixel without a source gets border_value,
+  or the value in destination, and its gradients are exactly 0.
 
   Sources are computed in float64. Coordinates up to 10^4 are right to 1e-8 pixels, unless warp is
-  nearly singular. Larger ones are less accurate near the horizon, where their error grows as their
+  nearly singular. Larger ones are less accurate near the horizon, where the error grows with their
   square. At the computed source, integers are the exact value rounded half to even. For images in
   [0, 1], float32 differs from the exact value by at most 2.4e-7, or 1e-6 if cubic.
 
-  The taps of a pixel are the image's pixels that are weighted and summed. A tap of weight zero is
-  not used: an identity map keeps NaN and infinity in their pixels.
+  A pixel's taps are the image pixels that are weighted and summed for it. Taps of weight zero
+  aren't used, so an identity map keeps NaN and infinity in their pixels.
 
-  Differentiable to any order in a floating image, in warp and in destination, in reverse and in
-  forward mode. "nearest" is piecewise constant: its gradient for warp is 0. "linear" has a kink at
-  each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
-  last column has that towards smaller x, and the last row that towards smaller y.
+  Differentiable to any order in a floating image, in warp and in destination, in reverse and
+  forward mode. "nearest" is piecewise constant, so its gradient for warp is 0. "linear" has a kink
+  at each pixel centre; the derivative there is the one towards larger x and y. With "transparent",
+  it is the one towards smaller x in the last column, and smaller y in the last row.
 
-  Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is summed in
-  integers, in units of the largest upstream gradient in it. Meanwhile it takes 16.25 bytes of memory
-  for each number of the image, as four images of float32. Derivatives beyond the first also call
+  Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is summed
+  in integers, in units of the channel's largest upstream gradient. This takes 16.25 bytes for each
+  number of the image, as much as four float32 images. Second and higher derivatives also call
   PyTorch's operators. Autocast changes nothing.
 
 image          any shape; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                [..., C, H, W] or [H, W], with any strides.
 warp           any shape; float32 or float64 read as float64. Of shape [..., 3, 3]. It maps
-               (x, y, 1) of the source to the destination. A common factor of its entries has no
-               effect but for rounding.
+               (x, y, 1) of the source to the destination. Scaling the matrix changes nothing but
+               rounding.
 dsize          Size of the result as (height, width), both at least 0, or empty for (H, W). cv2's
                dsize is (width, height).
-interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
-               a = -0.75. "nearest" rounds the position half to even.
+interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is Keys's with a = -0.75.
+               "nearest" rounds the position half to even.
 border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
                around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
                "transparent": a pixel whose source is outside keeps its value in `destination`.
-               Outside is below 0 or above W - 1 or H - 1, for "nearest" after rounding. cv2 also
-               writes some pixels whose source is less than two pixels outside. The taps of "cubic"
-               that are outside are those of "reflect_101", as in OpenCV 4.
-border_value   The v of border_mode: a float for all channels, or a list with one for each. None or
-               [] is 0. It is converted to image's dtype.
+               Outside means below 0 or above W - 1 or H - 1, after rounding for "nearest". cv2 also
+               writes some pixels whose source is less than two pixels outside. Where taps of
+               "cubic" are outside, "reflect_101" supplies them, as in OpenCV 4.
+border_value   The v of border_mode: one float for all channels, or a list with one for each. None
+               or [] is 0. It is converted to image's dtype.
 inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
-destination    any shape; like image. It has the shape of the result, and is given if border_mode is
+destination    any shape; like image. Of the result's shape; required if border_mode is
                "transparent". It is copied, not written to.
 result         any shape; like image. Of shape [..., C, height, width], or [..., height, width] if
                image is [H, W].

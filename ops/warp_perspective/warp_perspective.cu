@@ -3,8 +3,9 @@
 // A thread computes a pixel of the result. For the gradient for the image, it adds to the pixel's
 // taps by atomic additions of integers, which give the same bits in any order. For the gradient for
 // the matrix, a tree sums each tile's pixels, and another one all tiles.
+#include <calcops/launch.h>
+
 #include <algorithm>
-#include <limits>
 
 #include "warp_perspective/warp_perspective.h"
 #include "warp_perspective/warp_perspective_math.h"
@@ -15,13 +16,6 @@ namespace {
 constexpr int kTileWidth = 32, kTileHeight = 8, kThreads = kTileWidth * kTileHeight;
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xffffffff;
-
-// Return the blocks of a launch. If a grid may not have so many, return 0, whose launch fails.
-unsigned grid_of(int64_t blocks) {
-  return blocks <= std::numeric_limits<int32_t>::max() ? static_cast<unsigned>(blocks) : 0;
-}
-
-unsigned grid_for(int64_t threads) { return grid_of(divide_up(threads, kThreads)); }
 
 __device__ inline int64_t thread_index() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
 
@@ -38,11 +32,11 @@ __global__ void __launch_bounds__(kThreads) map_kernel(WarpInputs<Pixel> in, Hom
   if (i < in.sizes.warp_batch) maps[i] = homography_of(in, i);
 }
 
-// Find the homographies, and call launch(maps, memory) with memory of zeros behind them. If the
+// Find the homographies, and return run(maps, memory) with memory of zeros behind them. If the
 // workspace has no memory yet, only set its size.
-template <class Pixel, class Launch>
+template <class Pixel, class Run>
 cudaError_t with_maps(const WarpInputs<Pixel>& in, int64_t bytes, Workspace& workspace,
-                      cudaStream_t stream, const Launch& launch) {
+                      cudaStream_t stream, const Run& run) {
   const int64_t count = in.sizes.warp_batch;
   if (!workspace.data) {
     workspace.bytes = count * int64_t(sizeof(Homography)) + bytes;
@@ -50,9 +44,10 @@ cudaError_t with_maps(const WarpInputs<Pixel>& in, int64_t bytes, Workspace& wor
   }
   Homography* const maps = static_cast<Homography*>(workspace.data);
   if (bytes > 0) cudaMemsetAsync(maps + count, 0, bytes, stream);
-  if (count > 0) map_kernel<<<grid_for(count), kThreads, 0, stream>>>(in, maps);
-  launch(maps, static_cast<void*>(maps + count));
-  return cudaGetLastError();
+  cudaError_t error = cudaGetLastError();
+  if (!error)
+    error = launch(map_kernel<Pixel>, blocks_for(count, kThreads), kThreads, stream, in, maps);
+  return error ? error : run(maps, static_cast<void*>(maps + count));
 }
 
 // The pixel (u, v) of result n that a thread computes.
@@ -90,23 +85,25 @@ struct Channels {
   }
 };
 
-// Call launch(channels) for all channels.
-template <class Pixel, class Launch>
-void launch_channels(const WarpInputs<Pixel>& in, const Launch& launch) {
-  for (int64_t first = 0; first < in.sizes.channels; first += Channels::kMost) {
+// Call run(channels) for all channels. Return its first error.
+template <class Pixel, class Run>
+cudaError_t for_channels(const WarpInputs<Pixel>& in, const Run& run) {
+  cudaError_t error = cudaSuccess;
+  for (int64_t first = 0; !error && first < in.sizes.channels; first += Channels::kMost) {
     Channels channels{first, std::min(first + Channels::kMost, in.sizes.channels), {}};
     std::copy(in.border_value + first, in.border_value + channels.end, channels.border);
-    launch(channels);
+    error = run(channels);
   }
+  return error;
 }
 
 // Launch one of two kernels with a thread for each pixel of the results.
 template <class... Parameters, class... Arguments>
-void launch_for_pixels(const WarpSizes& sizes, cudaStream_t stream, void (*linear)(Parameters...),
-                       void (*cubic)(Parameters...), const Arguments&... arguments) {
+cudaError_t launch_for_pixels(const WarpSizes& sizes, cudaStream_t stream,
+                              void (*linear)(Parameters...), void (*cubic)(Parameters...),
+                              const Arguments&... arguments) {
   const auto kernel = sizes.interpolation == Interpolation::kCubic ? cubic : linear;
-  const int64_t tiles = tiles_of(sizes);
-  if (tiles > 0) kernel<<<grid_of(tiles), kThreads, 0, stream>>>(arguments...);
+  return launch(kernel, tiles_of(sizes), kThreads, stream, arguments...);
 }
 
 template <int kTaps, class Pixel>
@@ -171,20 +168,6 @@ __global__ void __launch_bounds__(kThreads)
 
 using Nine = double[9];
 
-// Sum nine numbers over a block by a tree. Return the sum of number k to thread k < 9.
-__device__ inline double sum_block(Nine& numbers, Nine* parts) {
-  for (int k = 0; k < 9; ++k)
-    for (int lanes = 16; lanes > 0; lanes /= 2)
-      numbers[k] += __shfl_xor_sync(kAllLanes, numbers[k], lanes);
-  if (threadIdx.x % 32 == 0)
-    for (int k = 0; k < 9; ++k) parts[threadIdx.x / 32][k] = numbers[k];
-  __syncthreads();
-  double sum = 0;
-  if (threadIdx.x < 9)
-    for (int warp = 0; warp < kWarps; ++warp) sum += parts[warp][threadIdx.x];
-  return sum;
-}
-
 // Add each tile's share of the gradient for m to sums [batch][tiles]. `grad` is the gradient of the
 // result or of the motion, whose channels are its three numbers.
 template <int kTaps, bool kOfMotion, class Real>
@@ -212,7 +195,7 @@ __global__ void __launch_bounds__(kThreads)
     motion_backward(p.source, static_cast<double>(p.u), static_cast<double>(p.v),
                     {g[0], g[1], g[2]}, grad_m);
   }
-  const double sum = sum_block(grad_m, parts);
+  const double sum = sum_of_block(grad_m, parts);
   if (threadIdx.x < 9) sums[blockIdx.x][threadIdx.x] += sum;
 }
 
@@ -226,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
   double grad_m[9] = {};
   for (int64_t k = threadIdx.x; k < count; k += kThreads)
     for (int e = 0; e < 9; ++e) grad_m[e] += sums[i * count + k][e];
-  const double sum = sum_block(grad_m, parts);
+  const double sum = sum_of_block(grad_m, parts);
   if (threadIdx.x < 9) totals[0][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.x == 0)
@@ -235,19 +218,22 @@ __global__ void __launch_bounds__(kThreads)
 
 // `sums` has zeros for each tile.
 template <bool kOfMotion, class Real>
-void launch_matrix_gradient(const WarpInputs<Real>& in, const Homography* maps, const Real* grad,
-                            Nine* sums, const double* left, double* grad_right,
-                            cudaStream_t stream) {
+cudaError_t launch_matrix_gradient(const WarpInputs<Real>& in, const Homography* maps,
+                                   const Real* grad, Nine* sums, const double* left,
+                                   double* grad_right, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
+  cudaError_t error = cudaSuccess;
   // A nearest pixel does not move.
   if (sizes.interpolation != Interpolation::kNearest)
-    launch_channels(in, [&](const Channels& channels) {
-      launch_for_pixels(sizes, stream, tile_gradient_kernel<2, kOfMotion, Real>,
-                        tile_gradient_kernel<4, kOfMotion, Real>, in, maps, channels, grad, sums);
+    error = for_channels(in, [&](const Channels& channels) {
+      return launch_for_pixels(sizes, stream, tile_gradient_kernel<2, kOfMotion, Real>,
+                               tile_gradient_kernel<4, kOfMotion, Real>, in, maps, channels, grad,
+                               sums);
     });
-  if (sizes.warp_batch > 0)
-    matrix_gradient_kernel<<<grid_of(sizes.warp_batch), kThreads, 0, stream>>>(sizes, maps, sums,
-                                                                               left, grad_right);
+  if (!error)
+    error = launch(matrix_gradient_kernel, sizes.warp_batch, kThreads, stream, sizes, maps, sums,
+                   left, grad_right);
+  return error;
 }
 
 // ---- the gradient for the image -----------------------------------------------------------------
@@ -365,9 +351,11 @@ cudaError_t warp_perspective(const WarpInputs<Pixel>& in, const Pixel* destinati
     const size_t bytes = output_offset(sizes, sizes.batch, 0, 0) * sizeof(Pixel);
     if (destination && bytes > 0)
       cudaMemcpyAsync(out, destination, bytes, cudaMemcpyDeviceToDevice, stream);
-    launch_channels(in, [&](const Channels& channels) {
-      launch_for_pixels(sizes, stream, forward_kernel<2, Pixel>, forward_kernel<4, Pixel>, in, maps,
-                        channels, out);
+    const cudaError_t error = cudaGetLastError();
+    if (error) return error;
+    return for_channels(in, [&](const Channels& channels) {
+      return launch_for_pixels(sizes, stream, forward_kernel<2, Pixel>, forward_kernel<4, Pixel>,
+                               in, maps, channels, out);
     });
   });
 }
@@ -377,9 +365,9 @@ cudaError_t warp_perspective_slope(const WarpInputs<Real>& in, const Motions& mo
                                    Workspace& workspace, cudaStream_t stream) {
   const WarpSizes& sizes = in.sizes;
   return with_maps(in, 0, workspace, stream, [&](const Homography* maps, void*) {
-    launch_channels(in, [&](const Channels& channels) {
-      launch_for_pixels(sizes, stream, slope_kernel<2, Real>, slope_kernel<4, Real>, in, maps,
-                        channels, motion, out);
+    return for_channels(in, [&](const Channels& channels) {
+      return launch_for_pixels(sizes, stream, slope_kernel<2, Real>, slope_kernel<4, Real>, in,
+                               maps, channels, motion, out);
     });
   });
 }
@@ -391,11 +379,12 @@ cudaError_t warp_perspective_motion(const WarpInputs<double>& in, const double* 
   const int64_t bytes = sizes.warp_batch * int64_t(sizeof(Nine));
   return with_maps(in, bytes, workspace, stream, [&](const Homography* maps, void* memory) {
     double* const moved = static_cast<double*>(memory);
-    const unsigned blocks = grid_for(sizes.warp_batch);
-    if (blocks > 0)
-      tangent_kernel<<<blocks, kThreads, 0, stream>>>(sizes, maps, left, right, moved);
-    launch_for_pixels(sizes, stream, motion_kernel<2>, motion_kernel<4>, sizes, maps, moved,
-                      motion);
+    const int64_t blocks = blocks_for(sizes.warp_batch, kThreads);
+    const cudaError_t error =
+        launch(tangent_kernel, blocks, kThreads, stream, sizes, maps, left, right, moved);
+    if (error) return error;
+    return launch_for_pixels(sizes, stream, motion_kernel<2>, motion_kernel<4>, sizes, maps, moved,
+                             motion);
   });
 }
 
@@ -405,8 +394,8 @@ cudaError_t warp_perspective_motion_backward(const WarpInputs<double>& in,
                                              cudaStream_t stream) {
   const int64_t bytes = tiles_of(in.sizes) * int64_t(sizeof(Nine));
   return with_maps(in, bytes, workspace, stream, [&](const Homography* maps, void* memory) {
-    launch_matrix_gradient<true>(in, maps, grad_motion, static_cast<Nine*>(memory), left,
-                                 grad_right, stream);
+    return launch_matrix_gradient<true>(in, maps, grad_motion, static_cast<Nine*>(memory), left,
+                                        grad_right, stream);
   });
 }
 
@@ -425,14 +414,20 @@ cudaError_t warp_perspective_backward(const WarpInputs<Real>& in, const WarpGrad
     Bits* const largest = reinterpret_cast<Bits*>(of_tiles + tiles);
     Bits* const low = largest + planes;
     const ExactSums sums{low, low + pixels, reinterpret_cast<uint32_t*>(low + 2 * pixels)};
+    cudaError_t error = cudaSuccess;
     if (to.grad_warp)
-      launch_matrix_gradient<false>(in, maps, grad, of_tiles, in.warp, to.grad_warp, stream);
-    if (pixels == 0) return;
-    launch_for_pixels(sizes, stream, largest_kernel<2, Real>, largest_kernel<4, Real>, sizes, maps,
-                      grad, largest);
-    launch_for_pixels(sizes, stream, add_kernel<2, Real>, add_kernel<4, Real>, sizes, maps, grad,
-                      largest, sums);
-    round_kernel<<<grid_for(pixels), kThreads, 0, stream>>>(sizes, largest, sums, grad_image);
+      error =
+          launch_matrix_gradient<false>(in, maps, grad, of_tiles, in.warp, to.grad_warp, stream);
+    if (error || pixels == 0) return error;
+    error = launch_for_pixels(sizes, stream, largest_kernel<2, Real>, largest_kernel<4, Real>,
+                              sizes, maps, grad, largest);
+    if (!error)
+      error = launch_for_pixels(sizes, stream, add_kernel<2, Real>, add_kernel<4, Real>, sizes,
+                                maps, grad, largest, sums);
+    if (!error)
+      error = launch(round_kernel<Real>, blocks_for(pixels, kThreads), kThreads, stream, sizes,
+                     largest, sums, grad_image);
+    return error;
   });
 }
 

@@ -4,9 +4,10 @@
 // destination as the result does. The gradient for the image is computed tile by tile of the image.
 // A tile takes the rows of the destination one after the other, and adds the pixels that have taps
 // in the tile. The sums are in float64. Their order depends on sizes and matrices alone.
+#include <calcops/either.h>
+
 #include <limits>
 
-#include "either.h"
 #include "warp_perspective/warp_perspective_rows.h"
 
 namespace calcops::ops::warp_perspective {

@@ -20,8 +20,8 @@ KernelEntry entry(Result (*)(P...)) {
   using Call = Caller<Result, P...>;
   return {"",
           "",
-          Call::parameters,
-          int(sizeof...(P)),
+          Call::parameters(),
+          Call::kCount,
           !__is_same(Result, void),
           &Call::run,
           nullptr,

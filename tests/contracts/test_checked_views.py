@@ -45,6 +45,7 @@ beyond(Tensor x, int more) -> Tensor y
 _backward(Tensor x, Tensor grad, bool[2] output_mask=[True, True]) -> (Tensor x, Tensor grad)
 thrown(Tensor x) -> Tensor value
 of_a_view(Tensor x, int i, int j) -> Tensor value
+of_a_struct(Tensor x, int i, int j) -> Tensor value
 unwritten(Tensor x) -> (Tensor y, Tensor count)
 x        [N, M]; float64.
 weights  [N]; like x.
@@ -85,9 +86,15 @@ void of_a_view(Matrix x, int64_t i, int64_t j, Number value) {
   const calcops::View<const double, 2> narrow{x.data, {3, 2}};
   value() = narrow(i, j);
 }
+struct Cell {
+  Matrix x;
+  int64_t i, j;
+};
+void of_a_struct(Cell cell, Number value) { value() = cell.x(cell.i, cell.j); }
 void unwritten(Matrix, calcops::View<double, 2>, calcops::View<int64_t, 1>) {}
 const calcops::Kernel kernels[] = {
     calcops::Kernel("thrown", thrown), calcops::Kernel("of_a_view", of_a_view),
+    calcops::Kernel("of_a_struct", of_a_struct),
     calcops::Kernel("unwritten", unwritten),
     calcops::Kernel("element", element), calcops::Kernel("strided", strided),
     calcops::Kernel("strided_element", strided_element), calcops::Kernel("weighted", weighted),
@@ -181,6 +188,20 @@ def test_a_view_that_a_kernel_makes_of_data_has_its_own_shape(checked):
     assert checked.of_a_view(x, 2, 1) == 5
     with pytest.raises(RuntimeError, match=r"of shape \[3, 2\], got x\(0, 2\)$"):
         checked.of_a_view(x, 0, 2)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_the_members_of_a_struct_are_parameters_of_the_kernel(load, check):
+    x = torch.arange(6, dtype=torch.float64).view(2, 3)
+    assert load(check).of_a_struct(x, 1, 2) == 5
+
+
+def test_an_index_of_a_member_out_of_bounds_names_the_argument(checked):
+    with refuses(
+        "checked::of_a_struct: expected the kernel to stay within the argument `x` of shape "
+        "[2, 3], got x(0, 3)"
+    ):
+        checked.of_a_struct(torch.ones(2, 3, dtype=torch.float64), 0, 3)
 
 
 def test_a_result_that_is_not_written_shows(checked):

@@ -347,6 +347,38 @@ def test_a_wrong_contract_is_refused_and_its_line_is_named(mistake, tmp_path_fac
     assert corrected.doubled(torch.ones(2)).tolist() == [2, 2]
 
 
+STRUCTS = {
+    "a struct in a struct": (
+        "struct Q { In x; }; struct P { Q q; };",
+        "a member of a kernel's struct is a parameter, not another struct",
+    ),
+    "a base": (
+        "struct Q { In x; }; struct P : Q {};",
+        "a member of a kernel's struct is a parameter, not another struct",
+    ),
+    "a private member": (
+        "class P { public: In x; private: int64_t n; };",
+        "a kernel's struct has public members",
+    ),
+    "a constructor": ("struct P { P() {} In x; };", "a kernel's struct has public members"),
+    "a reference": ("struct P { const In& x; };", "a kernel's struct has public members"),
+    "an int": ("struct P { In x; int n; };", "but no int"),
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTS)
+def test_a_struct_that_does_not_stand_for_parameters_is_an_error_of_the_compiler(kind, tmp_path):
+    struct, message = STRUCTS[kind]
+    source = tmp_path / "struct.cpp"
+    begin = DOUBLED.partition("template <class Real>")[0].replace("float32 or float64", "float64")
+    source.write_text(
+        f"{begin}\nusing In = View<const double, 1>;\n{struct}\n"
+        'void doubled(P p, View<double, 1> y) {}\nconst Kernel cpu("doubled", doubled);\n'
+    )
+    with pytest.raises(calcops_jit.BuildError, match=re.escape(message)):
+        calcops_jit.load("struct", [source])
+
+
 def test_a_library_whose_tensors_have_many_independent_dtypes_loads_quickly(tmp_path):
     names = [f"x{i}" for i in range(16)]
     arguments = ", ".join(f"Tensor {name}" for name in names)

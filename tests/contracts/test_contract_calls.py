@@ -6,6 +6,7 @@ from pathlib import Path
 import calcops.ops
 import pytest
 import torch
+from programs import blocks
 from reference import opcheck
 from torch.func import jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -747,3 +748,37 @@ def test_a_wrong_call_of_a_composition_is_an_error(mine, which, message):
 def test_a_check_that_sets_more_shapes_than_results_is_an_error(mine):
     with pytest.raises(RuntimeError, match="its Check to set 1 shapes, got index 1$"):
         mine.too_many_shapes(torch.ones(2, **float64))
+
+
+# ---- the contract of docs/compared_with_others.md ------------------------------------------------
+
+REGION_MEANS = """
+#include <calcops/operator.h>
+const calcops::Contract contract(R"(%s)");
+
+template <class Real, class Index>
+void means(calcops::View<const Real, 4> input, calcops::View<const Index, 1> image,
+           calcops::View<Real, 2> mean) {
+  const auto [images, channels, height, width] = input.shape;
+  for (int64_t k = 0; k < image.shape[0]; ++k)
+    for (int64_t c = 0; c < channels; ++c) {
+      double sum = 0;
+      for (int64_t p = 0; p < height * width; ++p) sum += input(image(k), c, p / width, p %% width);
+      mean(k, c) = Real(sum / double(height * width));
+    }
+}
+const calcops::Kernel cpu("region_means", means<float, int32_t>, means<float, int64_t>,
+                          means<double, int32_t>, means<double, int64_t>);
+"""
+
+
+def test_the_contract_that_is_compared_with_other_libraries_refuses_a_wrong_image(tmp_path):
+    contract, message = blocks("docs/compared_with_others.md", "text")
+    source = tmp_path / "region_means.cpp"
+    source.write_text(REGION_MEANS % contract)
+    region_means = calcops_jit.load("mine", [source]).region_means
+    input = torch.arange(8.0).view(2, 1, 2, 2)
+    assert region_means(input, torch.tensor([1, 0])).tolist() == [[5.5], [1.5]]
+    with pytest.raises(RuntimeError) as error:
+        region_means(input, torch.tensor([0, 1000000]))
+    assert str(error.value) == message.strip()

@@ -32,9 +32,10 @@ def files():
 
 
 def files_with_kernels_of(source):
-    """Return the tests of the kernels of a CUDA source."""
-    kernels = TESTS / f"test_{source.stem}_cuda_kernels.py"
-    by_contract = f"{CONTRACT}::test_{source.stem}"
+    """Return the tests of the kernels of a CUDA source, or of kernels that use launch.h."""
+    operator = "edge_force" if source == rewrite.LAUNCH else source.stem
+    kernels = TESTS / f"test_{operator}_cuda_kernels.py"
+    by_contract = f"{CONTRACT}::test_{operator}"
     return (kernels, by_contract) if kernels.exists() else (by_contract,)
 
 

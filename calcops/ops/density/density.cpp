@@ -1,7 +1,4 @@
-// density: its contract, its derivatives, and the conversion of a call's views to the kernels'
-// structs.
-#include "density/density.h"
-
+// density: its contract and its derivatives.
 #include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
@@ -132,9 +129,14 @@ void check_harmonics(Value* arguments, Value*) {
   refuse(kName, "harmonics", "1, 4, 9, 16 or 25", harmonics);
 }
 
+void check_backward(Value* arguments, Value* shapes) {
+  check_harmonics<1>(arguments, shapes);
+  expect_order(kName, Directions(arguments[1 + kDirections]).count(), kMostDirections - 1);
+}
+
 const Check kChecks[] = {{"density", check_harmonics<0>},
                          {"_density_along", check_harmonics<0>},
-                         {"_density_backward", check_harmonics<1>}};
+                         {"_density_backward", check_backward}};
 const Check kTableChecks[] = {{"_density_table_backward", check_harmonics<1>}};
 
 // ---- the contract -------------------------------------------------------------------------------
@@ -143,30 +145,28 @@ const Contract kContract(R"(
 density(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics) -> Tensor result
   Sums over neighbours of tabulated functions of the distance times spherical harmonics.
 
-  These are the projections of the density of neighbours with which NEP, ACE and SNAP describe an
-  atom:
+  NEP, ACE and SNAP describe an atom by these projections of its neighbours' density:
 
     A[l^2 + l + m][i][f] = sum of g_f(|d|; kind) Y_lm(d / |d|) over the slots of atom i
 
   Each kind of pair has F functions g_f of the distance. They are quintic splines with B - 5 cells
-  of equal width between the two distances in `grid`. table[kind][b][f] is the coefficient of the
+  of equal width between the two distances in `grid`. table[kind][b][f] is the coefficient of
   B-spline b. Below the grid the splines continue as straight lines, so a grid usually begins at 0.
 
   Y_lm are the real spherical harmonics, orthonormal on the unit sphere: Y_00 = (4 pi)^(-1/2), and
   Y_1-1, Y_10 and Y_11 are (3 / 4 pi)^(1/2) times y/r, z/r and x/r. m > 0 has cos(m phi), m < 0 has
   sin(|m| phi), without the sign (-1)^m.
 
-  An empty slot and a pair at the end of its grid or beyond add exactly nothing, whatever values
-  they have, and their gradients are exactly 0. Functions that do not vanish at the end of the grid
-  jump to 0 there. Two atoms in one place make the sums of their atom NaN.
+  Empty slots and pairs at the end of their grid or beyond add exactly nothing, whatever their
+  values, and their gradients are exactly 0. Functions that don't vanish at the end of the grid jump
+  to 0 there. Coincident atoms make that atom's sums NaN.
 
-  Differentiable in `d` up to third order and in `table` to any order, in reverse and in forward
-  mode; not in `grid`. Deterministic: computed in float64 and summed in the order of the slots; the
-  gradient for `table` is summed in blocks of atoms that depend on the sizes alone.
+  Differentiable in `d` up to third order and in `table` to any order, in reverse and forward mode;
+  not in `grid`. Deterministic: computed in float64 and summed in the order of the slots; the
+  gradient for `table` is summed in blocks of atoms that depend only on the sizes.
 
-  A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
-  CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
-  GPU.
+  A kind that doesn't exist is an error on the CPU. On CUDA the sums of its atom become NaN; with
+  CALCOPS_CHECK=1, which makes each call wait for the GPU, it's an error there too.
 
 _density_along(Tensor d, Tensor kind, Tensor table, Tensor grid, SymInt harmonics,
                Tensor? directions=None) -> Tensor result
@@ -180,10 +180,10 @@ _density_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor table, Tenso
 d            [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
              Vectors from each atom to its neighbours, in any order.
 kind         [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of
-             each pair, such as the types of both atoms; -1: an empty slot, anywhere.
+             each pair, such as the neighbour's type or both types; -1: an empty slot, anywhere.
 table        [kinds, B, F]; like d; B >= 6. Coefficients of the splines.
 grid         [kinds, 2]; float32 or float64 read as float64; constant. First and last distance of
-             the cells for each kind, from 0 in rising order. The last is the cutoff.
+             the cells for each kind, rising and not negative. The last is the cutoff.
 harmonics    1 to 25. The number (l_max + 1)^2 of harmonics: 1, 4, 9, 16 or 25.
 directions   [n, K, D, 3]; like d; D < 4. Directions of the derivative.
 result       [harmonics, n, F]; like d.
@@ -208,96 +208,6 @@ directions   [n, K, D, 3]; like d; D < 4.
 grad_result  [harmonics, n, F]; like d.
 )",
                               kTableDerivatives, kTableChecks);
-
-// ---- from views to the structs of density.h -----------------------------------------------------
-
-template <class Number, int rank>
-using In = View<const Number, rank>;
-
-template <class Real, class Index>
-DensityInputs<Real, Index> inputs(In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table,
-                                  In<double, 2> grid, int64_t harmonics,
-                                  In<Real, 4> directions = {}) {
-  return {d.shape[0],
-          d.shape[1],
-          table.shape[0],
-          table.shape[1],
-          table.shape[2],
-          harmonics,
-          directions ? directions.shape[2] : 0,
-          d.data,
-          kind.data,
-          directions.data,
-          table.data,
-          grid.data};
-}
-
-template <class Real, class Index>
-int64_t along_cpu(In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table, In<double, 2> grid,
-                  int64_t harmonics, In<Real, 4> directions, View<Real, 3> A) {
-  return density_cpu(inputs(d, kind, table, grid, harmonics, directions), A.data);
-}
-
-template <class Real, class Index>
-int64_t backward_cpu(In<Real, 3> grad, In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table,
-                     In<double, 2> grid, int64_t harmonics, In<Real, 4> directions,
-                     View<Real, 3> grad_d) {
-  if (directions) expect_order(kName, directions.shape[2], kMostDirections - 1);
-  return density_backward_cpu(inputs(d, kind, table, grid, harmonics, directions), grad.data,
-                              grad_d.data);
-}
-
-template <class Real, class Index>
-int64_t table_cpu(In<Real, 3> grad, In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table,
-                  In<double, 2> grid, int64_t harmonics, In<Real, 4> directions,
-                  View<Real, 3> grad_table) {
-  return density_table_backward_cpu(inputs(d, kind, table, grid, harmonics, directions), grad.data,
-                                    grad_table.data);
-}
-
-const Kernel kAlongCpu("_density_along", along_cpu<float, int32_t>, along_cpu<float, int64_t>,
-                       along_cpu<double, int32_t>, along_cpu<double, int64_t>);
-const Kernel kBackwardCpu("_density_backward", backward_cpu<float, int32_t>,
-                          backward_cpu<float, int64_t>, backward_cpu<double, int32_t>,
-                          backward_cpu<double, int64_t>);
-const Kernel kTableCpu("_density_table_backward", table_cpu<float, int32_t>,
-                       table_cpu<float, int64_t>, table_cpu<double, int32_t>,
-                       table_cpu<double, int64_t>);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real, class Index>
-cudaError_t along_cuda(In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table, In<double, 2> grid,
-                       int64_t harmonics, In<Real, 4> directions, View<Real, 3> A,
-                       cudaStream_t stream) {
-  return density_cuda(inputs(d, kind, table, grid, harmonics, directions), A.data, stream);
-}
-
-template <class Real, class Index>
-cudaError_t backward_cuda(In<Real, 3> grad, In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table,
-                          In<double, 2> grid, int64_t harmonics, In<Real, 4> directions,
-                          View<Real, 3> grad_d, cudaStream_t stream) {
-  if (directions) expect_order(kName, directions.shape[2], kMostDirections - 1);
-  return density_backward_cuda(inputs(d, kind, table, grid, harmonics, directions), grad.data,
-                               grad_d.data, stream);
-}
-
-template <class Real, class Index>
-cudaError_t table_cuda(In<Real, 3> grad, In<Real, 3> d, In<Index, 2> kind, In<Real, 3> table,
-                       In<double, 2> grid, int64_t harmonics, In<Real, 4> directions,
-                       View<Real, 3> grad_table, Workspace& workspace, cudaStream_t stream) {
-  return density_table_backward_cuda(inputs(d, kind, table, grid, harmonics, directions), grad.data,
-                                     grad_table.data, workspace.data, &workspace.bytes, stream);
-}
-
-const Kernel kAlongCuda("_density_along", along_cuda<float, int32_t>, along_cuda<float, int64_t>,
-                        along_cuda<double, int32_t>, along_cuda<double, int64_t>);
-const Kernel kBackwardCuda("_density_backward", backward_cuda<float, int32_t>,
-                           backward_cuda<float, int64_t>, backward_cuda<double, int32_t>,
-                           backward_cuda<double, int64_t>);
-const Kernel kTableCuda("_density_table_backward", table_cuda<float, int32_t>,
-                        table_cuda<float, int64_t>, table_cuda<double, int32_t>,
-                        table_cuda<double, int64_t>);
-#endif
 
 }  // namespace
 }  // namespace calcops::ops::density

@@ -24,13 +24,9 @@
 // expansion, Drautz, Phys. Rev. B 99, 014104 (2019). The tables of splines are our own.
 #pragma once
 
-#include <cstdint>
+#include <calcops/operator.h>
 
 #include "duals.h"
-
-#ifndef CALCOPS_NO_CUDA
-#include <cuda_runtime_api.h>
-#endif
 
 namespace calcops::ops::density {
 
@@ -38,38 +34,19 @@ constexpr int kMostL = 4;
 
 template <class Real, class Index>
 struct DensityInputs {
-  int64_t atoms, slots, kinds, rows, functions;  // n, K, kinds, B, F
-  int64_t harmonics;                             // (l_max + 1)^2
-  int64_t directions;                            // D
-  const Real* d;                                 // [n, K, 3]
-  const Index* kind;                             // [n, K]; -1: empty
-  const Real* along;                             // [n, K, D, 3]
-  const Real* table;                             // [kinds, B, F]; there are B - 5 cells
-  const double* grid;                            // [kinds, 2]: first and last distance
+  View<const Real, 3> d;       // [n, K, 3]
+  View<const Index, 2> kind;   // [n, K]; -1: empty
+  View<const Real, 3> table;   // [kinds, B, F]; there are B - 5 cells
+  View<const double, 2> grid;  // [kinds, 2]: first and last distance
+  int64_t harmonics;           // (l_max + 1)^2
+  View<const Real, 4> along;   // [n, K, D, 3]; D = 0 without directions
+
+  CALCOPS_HD int64_t atoms() const { return d.shape[0]; }
+  CALCOPS_HD int64_t slots() const { return d.shape[1]; }
+  CALCOPS_HD int64_t kinds() const { return table.shape[0]; }
+  CALCOPS_HD int64_t rows() const { return table.shape[1]; }
+  CALCOPS_HD int64_t functions() const { return table.shape[2]; }
+  CALCOPS_HD int64_t directions() const { return along.shape[2]; }
 };
-
-// The CPU kernels return the first slot whose kind does not exist, or -1.
-template <class Real, class Index>
-int64_t density_cpu(const DensityInputs<Real, Index>& in, Real* A);
-// Write the gradient of the inner product <grad, A> for d.
-template <class Real, class Index>
-int64_t density_backward_cpu(const DensityInputs<Real, Index>& in, const Real* grad, Real* grad_d);
-// Write the gradient of <grad, A> for the table. The values of the table have no effect.
-template <class Real, class Index>
-int64_t density_table_backward_cpu(const DensityInputs<Real, Index>& in, const Real* grad,
-                                   Real* grad_table);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real, class Index>
-cudaError_t density_cuda(const DensityInputs<Real, Index>& in, Real* A, cudaStream_t stream);
-template <class Real, class Index>
-cudaError_t density_backward_cuda(const DensityInputs<Real, Index>& in, const Real* grad,
-                                  Real* grad_d, cudaStream_t stream);
-// Without memory for the sums of the parts (nullptr), only set `bytes` to its size.
-template <class Real, class Index>
-cudaError_t density_table_backward_cuda(const DensityInputs<Real, Index>& in, const Real* grad,
-                                        Real* grad_table, void* memory, int64_t* bytes,
-                                        cudaStream_t stream);
-#endif
 
 }  // namespace calcops::ops::density

@@ -86,13 +86,13 @@ CALCOPS_HD_INLINED inline void differentiate(const Call& call, const Block<D>& b
 }
 
 template <int L, int D>
-int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
+int64_t gradient(const Call& call, const Reals& grad, const RealResults& grad_d) {
   constexpr int kSize = RowOf<L>::kSize, kParts = Block<D>::kParts;
   const int64_t F = call.functions;
   const double norm_of_zero = norm(0);
   return parallel_first(call.atoms, kAtomsAtOnce, [&](int64_t begin, int64_t end) {
-    Neighbours neighbours(call.slots);
-    const Scratch<Block<D>> blocks(neighbours.size() / kWidth);
+    Pairs pairs(call.slots);
+    const Scratch<Block<D>> blocks(pairs.size() / kWidth);
     const Scratch<double> rows(rounded(kAtomsAtOnce * F) * kSize), B_zero(F);
     const Scratch<Vector> G(kParts * call.padded), slopes(kParts * call.padded);
     int64_t wrong = kNone;
@@ -103,14 +103,14 @@ int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad
         planes_to_rows(grad, kSize, std::min(end - atom, kAtomsAtOnce) * F, call.harmonics,
                        call.atoms * F, atom * F, rows.get());
       for (int64_t f = 0; f < F; ++f) B_zero.get()[f] = grad[atom * F + f] * norm_of_zero;
-      call.find(call, atom, neighbours, wrong);
-      fill<true>(call, neighbours, blocks.get());
-      for (int64_t b = 0; b < neighbours.blocks(); ++b) {
+      call.finder.find(atom, pairs, wrong);
+      fill<true>(call, pairs, blocks.get());
+      for (int64_t b = 0; b < blocks_of(pairs); ++b) {
         const Block<D>& block = blocks.get()[b];
         typename Block<D>::N of_d[3];
         differentiate<L>(call, block, rows.get() + place * F * kSize, B_zero.get(), G.get(),
                          slopes.get(), of_d);
-        const int64_t some = std::min<int64_t>(kWidth, neighbours.count - b * kWidth);
+        const int64_t some = std::min<int64_t>(kWidth, pairs.count - b * kWidth);
         grad_d.visit(0, [&](auto* to) {
           for (int64_t l = 0; l < some; ++l)
             for (int c = 0; c < 3; ++c)
@@ -122,26 +122,20 @@ int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad
   });
 }
 
-int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
+template <class Real, class Index>
+int64_t density_backward(View<const Real, 3> grad, DensityInputs<Real, Index> in,
+                         View<Real, 3> grad_d) {
+  const Call call(in);
   return choose(call, [&](auto L, auto D) -> int64_t {
-    if constexpr (D() < kMostDirections) return gradient<L(), D()>(call, grad, grad_d);
-    return kNone;  // the contract refuses so many directions
+    if constexpr (D() < kMostDirections)
+      return gradient<L(), D()>(call, Reals(grad.data), RealResults(grad_d.data));
+    return kNone;  // refused in density.cpp
   });
 }
 
+const Kernel kCpu("_density_backward", density_backward<float, int32_t>,
+                  density_backward<float, int64_t>, density_backward<double, int32_t>,
+                  density_backward<double, int64_t>);
+
 }  // namespace
-
-template <class Real, class Index>
-int64_t density_backward_cpu(const DensityInputs<Real, Index>& in, const Real* grad, Real* grad_d) {
-  return gradient(Call(in), grad, grad_d);
-}
-
-#define INSTANTIATE(Real, Index) \
-  template int64_t density_backward_cpu(const DensityInputs<Real, Index>&, const Real*, Real*);
-INSTANTIATE(float, int32_t)
-INSTANTIATE(float, int64_t)
-INSTANTIATE(double, int32_t)
-INSTANTIATE(double, int64_t)
-#undef INSTANTIATE
-
 }  // namespace calcops::ops::density

@@ -89,23 +89,23 @@ void find_splines(const Call& call, const Block<D>* blocks, int64_t count, int64
 }
 
 template <int L, int D>
-int64_t sum(const Call& call, const RealOutput& A) {
+int64_t sum(const Call& call, const RealResults& A) {
   constexpr int kSize = RowOf<L>::kSize, kParts = Block<D>::kParts;
   constexpr int kTile =
       kSize > 0 ? std::max(1, std::min(9, kSumsAtOnce * kWidth / std::max(1, kSize))) : 1;
   const int64_t F = call.functions, tiles = (F + kTile - 1) / kTile;
   const double norm_of_zero = norm(0);
   return parallel_first(call.atoms, kAtomsAtOnce, [&](int64_t begin, int64_t end) {
-    Neighbours neighbours(call.slots);
-    const int64_t size = neighbours.size();
+    Pairs pairs(call.slots);
+    const int64_t size = pairs.size();
     const Scratch<Block<D>> blocks(size / kWidth);
     const Scratch<double> G(kParts * size * call.padded), Y(kParts * size * kSize);
     const Scratch<double> totals(call.padded), rows(rounded(kAtomsAtOnce * F) * kSize);
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      call.find(call, atom, neighbours, wrong);
-      const int64_t count = neighbours.count;
-      fill<false>(call, neighbours, blocks.get());
+      call.finder.find(atom, pairs, wrong);
+      const int64_t count = pairs.count;
+      fill<false>(call, pairs, blocks.get());
       double* splines = L > 0 ? G.get() : nullptr;
       if (call.is_float32)
         find_splines<float>(call, blocks.get(), count, size, splines, totals.get());
@@ -115,7 +115,7 @@ int64_t sum(const Call& call, const RealOutput& A) {
         for (int64_t f = 0; f < F; ++f) to[f] = totals.get()[f] * norm_of_zero;
       });
       if constexpr (L > 0) {
-        find_harmonics<L>(blocks.get(), neighbours.blocks(), size, Y.get());
+        find_harmonics<L>(blocks.get(), blocks_of(pairs), size, Y.get());
         const int64_t place = (atom - begin) % kAtomsAtOnce;
         double* to = rows.get() + place * F * kSize;
         std::fill_n(to, F * kSize, 0.0);
@@ -137,23 +137,14 @@ int64_t sum(const Call& call, const RealOutput& A) {
   });
 }
 
-int64_t sum(const Call& call, const RealOutput& A) {
-  return choose(call, [&](auto L, auto D) { return sum<L(), D()>(call, A); });
+template <class Real, class Index>
+int64_t density(DensityInputs<Real, Index> in, View<Real, 3> A) {
+  const Call call(in);
+  return choose(call, [&](auto L, auto D) { return sum<L(), D()>(call, RealResults(A.data)); });
 }
+
+const Kernel kCpu("_density_along", density<float, int32_t>, density<float, int64_t>,
+                  density<double, int32_t>, density<double, int64_t>);
 
 }  // namespace
-
-template <class Real, class Index>
-int64_t density_cpu(const DensityInputs<Real, Index>& in, Real* A) {
-  return sum(Call(in), A);
-}
-
-#define INSTANTIATE(Real, Index) \
-  template int64_t density_cpu(const DensityInputs<Real, Index>&, Real*);
-INSTANTIATE(float, int32_t)
-INSTANTIATE(float, int64_t)
-INSTANTIATE(double, int32_t)
-INSTANTIATE(double, int64_t)
-#undef INSTANTIATE
-
 }  // namespace calcops::ops::density

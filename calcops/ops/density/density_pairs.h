@@ -1,7 +1,8 @@
-// The pairs of an atom, as the CPU kernels of density compute them: vectors of pairs, their
-// B-splines and splines.
+// The numbers of an atom's pairs, as the CPU kernels of density compute them: vectors of pairs,
+// their B-splines and splines.
 #pragma once
 
+#include <calcops/either.h>
 #include <calcops/memory.h>
 #include <calcops/parallel.h>
 
@@ -11,7 +12,8 @@
 
 #include "density/density.h"
 #include "density/density_math.h"
-#include "real_arrays.h"
+#include "pairs.h"
+#include "simd.h"
 
 namespace calcops::ops::density {
 
@@ -31,6 +33,7 @@ typedef double Vector __attribute__((vector_size(8 * kWidth)));
 typedef int64_t Bits __attribute__((vector_size(8 * kWidth)));
 
 constexpr int64_t rounded(int64_t count) { return (count + kWidth - 1) / kWidth * kWidth; }
+inline int64_t blocks_of(const Pairs& pairs) { return rounded(pairs.count) / kWidth; }
 
 CALCOPS_HD_INLINED inline Vector& at(double* numbers) {
   return *reinterpret_cast<Vector*>(numbers);
@@ -39,85 +42,54 @@ CALCOPS_HD_INLINED inline const Vector& at(const double* numbers) {
   return *reinterpret_cast<const Vector*>(numbers);
 }
 
-// Exchange the blocks of kSpan numbers above and below the diagonal in two rows of a matrix.
-template <int kSpan, int... lane>
-CALCOPS_HD_INLINED inline void exchange(Vector& a, Vector& b, std::integer_sequence<int, lane...>) {
-  const Vector first = a, second = b;
-#if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang
-  a = __builtin_shufflevector(first, second, (lane & kSpan ? lane - kSpan + kWidth : lane)...);
-  b = __builtin_shufflevector(first, second, (lane & kSpan ? lane + kWidth : lane + kSpan)...);
-#else
-  a = __builtin_shuffle(first, second, Bits{(lane & kSpan ? lane - kSpan + kWidth : lane)...});
-  b = __builtin_shuffle(first, second, Bits{(lane & kSpan ? lane + kWidth : lane + kSpan)...});
-#endif
-}
-
-// Transpose a matrix of kWidth rows.
-template <int kSpan = 1>
-CALCOPS_HD_INLINED inline void transpose(Vector* rows) {
-  if constexpr (kSpan < kWidth) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kWidth; ++i)
-      if (!(i & kSpan))
-        exchange<kSpan>(rows[i], rows[i + kSpan], std::make_integer_sequence<int, kWidth>());
-    transpose<2 * kSpan>(rows);
-  }
-}
-
 // ---- a call -------------------------------------------------------------------------------------
 
-class Neighbours;
-
 // The inputs of a call, whose types are known at run time, and the constants that follow from them.
-struct Call : DensityInputs<void, void> {
-  // Set `neighbours` to the filled slots of an atom within their cutoffs. Set `wrong` to the first
-  // slot whose kind does not exist, unless an earlier atom has set it.
-  using Find = void (*)(const Call& call, int64_t atom, Neighbours& neighbours, int64_t& wrong);
-  Find find;
-  bool is_float32;  // Real is float, not double
+struct Call {
+  int64_t atoms, slots, kinds, rows, functions, harmonics, directions;
+  Reals table, along;
+  bool is_float32;  // the type of both
+  PairFinder finder;
 
   int64_t padded;  // functions, rounded up to whole vectors
-  double cells;
-  bool have_one_cutoff, begin_at_zero;
-  Scratch<double> square_of_cutoff;  // [kinds + 1], from kind -1 on
-  Scratch<double> begin, cells_per_unit;
+  bool begin_at_zero = true;
+  Scratch<double> begin, cells_per_unit;  // of each kind
   // A pair reads six rows of the table in whole vectors, beyond the last function. So that it does
   // not read beyond the end, a pair at place `tail_begin` or later reads a copy.
   int64_t tail_begin;
   Scratch<double> tail;  // its numbers have the table's type
 
   template <class Real, class Index>
-  explicit Call(const DensityInputs<Real, Index>& in);
-  Call(const DensityInputs<void, void>& in, Find find_, bool is_float32_);
+  explicit Call(const DensityInputs<Real, Index>& in)
+      : atoms(in.atoms()),
+        slots(in.slots()),
+        kinds(in.kinds()),
+        rows(in.rows()),
+        functions(in.functions()),
+        harmonics(in.harmonics),
+        directions(in.directions()),
+        table(in.table.data),
+        along(in.along.data),
+        is_float32(sizeof(Real) == sizeof(float)),
+        finder(in.d, in.kind, kinds),
+        padded(rounded(functions)),
+        begin(kinds),
+        cells_per_unit(kinds),
+        tail_begin(std::clamp<int64_t>(table_size() - 5 * functions - padded + 1, 0, table_size())),
+        tail(table_size() - tail_begin + padded) {
+    set_constants(in.grid.data);
+  }
 
   int64_t table_size() const { return kinds * rows * functions; }
 
   template <class Real>
   CALCOPS_HD_INLINED inline const Real* coefficients(int64_t place) const {
-    return place < tail_begin ? static_cast<const Real*>(table) + place
+    return place < tail_begin ? table.as(static_cast<const Real*>(nullptr)) + place
                               : reinterpret_cast<const Real*>(tail.get()) + (place - tail_begin);
   }
-};
-
-// The pairs of an atom within the cutoff.
-class Neighbours {
- public:
-  int64_t count = 0;
-
-  explicit Neighbours(int64_t slots)
-      : size_(rounded(slots) + kWidth), numbers_(4 * size_), slot_(size_), kind_(size_) {}
-
-  int64_t size() const { return size_; }
-  int64_t blocks() const { return rounded(count) / kWidth; }
-  double* x(int c) const { return numbers_.get() + c * size_; }
-  double* square() const { return numbers_.get() + 3 * size_; }
-  int64_t* slot() const { return slot_.get(); }
-  int64_t* kind() const { return kind_.get(); }
 
  private:
-  int64_t size_;
-  Scratch<double> numbers_;
-  Scratch<int64_t> slot_, kind_;
+  void set_constants(const double* grid);
 };
 
 // ---- numbers of pairs ---------------------------------------------------------------------------
@@ -141,9 +113,9 @@ struct alignas(64) Block {
   }
 };
 
-// Compute the blocks of an atom's neighbours.
+// Compute the blocks of an atom's pairs.
 template <bool kWithSlopes, int D>
-void fill(const Call& call, const Neighbours& neighbours, Block<D>* blocks);
+void fill(const Call& call, const Pairs& pairs, Block<D>* blocks);
 
 // ---- splines ------------------------------------------------------------------------------------
 
@@ -191,10 +163,10 @@ constexpr int64_t kAtomsAtOnce = 8;
 // Write the rows [count][row_size] of `count` pairs of atom and function, times N_q, to the planes
 // from the pair `begin` on. A plane has `size` of them.
 void rows_to_planes(const double* rows, int64_t row_size, int64_t count, int64_t harmonics,
-                    int64_t size, int64_t begin, const RealOutput& planes);
+                    int64_t size, int64_t begin, const RealResults& planes);
 
 // The reverse: read rows, times N_q, from planes.
-void planes_to_rows(const RealInput& planes, int64_t row_size, int64_t count, int64_t harmonics,
+void planes_to_rows(const Reals& planes, int64_t row_size, int64_t count, int64_t harmonics,
                     int64_t size, int64_t begin, double* rows);
 
 // ---- choosing a kernel --------------------------------------------------------------------------

@@ -7,16 +7,16 @@ namespace {
 
 // Add the pairs of an atom to the table's rows [padded].
 template <int L, int D>
-void add_pairs(const Call& call, const Neighbours& neighbours, const Block<D>* blocks,
-               const double* B, const double* B_zero, Vector* C, double* table) {
+void add_pairs(const Call& call, const Pairs& pairs, const Block<D>* blocks, const double* B,
+               const double* B_zero, Vector* C, double* table) {
   using N = typename Block<D>::N;
   constexpr int kSize = RowOf<L>::kSize, kCount = RowOf<L>::kCount, kParts = Block<D>::kParts;
   const int64_t F = call.functions;
-  for (int64_t j = 0; j < neighbours.count; j += kWidth, ++blocks) {
+  for (int64_t j = 0; j < pairs.count; j += kWidth, ++blocks) {
     const Block<D>& block = *blocks;
     N Y[kCount + 1];
     if constexpr (L > 0) Harmonics<L, N>(block.unit[0], block.unit[1], block.unit[2]).values(Y);
-    const int64_t some = std::min<int64_t>(kWidth, neighbours.count - j);
+    const int64_t some = std::min<int64_t>(kWidth, pairs.count - j);
     for (int p = 0; p < kParts; ++p) {
       // C[f] is the gradient for part p of the spline f. The other factor of the product has the
       // other directions. The harmonic of l = 0 has no derivatives.
@@ -49,14 +49,14 @@ int64_t parts_of_atoms(const Call& call) {
 }
 
 template <int L, int D>
-int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_table) {
+int64_t gradient(const Call& call, const Reals& grad, const RealResults& grad_table) {
   constexpr int kSize = RowOf<L>::kSize;
   const int64_t F = call.functions, rows = call.kinds * call.rows, parts = parts_of_atoms(call);
   const Scratch<double> sums(parts * rows * call.padded);
   const double norm_of_zero = norm(0);
   const int64_t wrong = parallel_first(parts, 1, [&](int64_t first_part, int64_t end_part) {
-    Neighbours neighbours(call.slots);
-    const Scratch<Block<D>> blocks(neighbours.size() / kWidth);
+    Pairs pairs(call.slots);
+    const Scratch<Block<D>> blocks(pairs.size() / kWidth);
     const Scratch<double> B(rounded(F) * kSize), B_zero(F);
     const Scratch<Vector> C(call.padded);
     std::fill_n(C.get(), call.padded, Vector{});
@@ -69,9 +69,9 @@ int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad
         if constexpr (L > 0)
           planes_to_rows(grad, kSize, F, call.harmonics, call.atoms * F, atom * F, B.get());
         for (int64_t f = 0; f < F; ++f) B_zero.get()[f] = grad[atom * F + f] * norm_of_zero;
-        call.find(call, atom, neighbours, wrong);
-        fill<false>(call, neighbours, blocks.get());
-        add_pairs<L>(call, neighbours, blocks.get(), B.get(), B_zero.get(), C.get(), table);
+        call.finder.find(atom, pairs, wrong);
+        fill<false>(call, pairs, blocks.get());
+        add_pairs<L>(call, pairs, blocks.get(), B.get(), B_zero.get(), C.get(), table);
       }
     }
     return wrong;
@@ -88,25 +88,18 @@ int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad
   return wrong;
 }
 
-int64_t gradient(const Call& call, const RealInput& grad, const RealOutput& grad_table) {
-  return choose(call, [&](auto L, auto D) { return gradient<L(), D()>(call, grad, grad_table); });
+template <class Real, class Index>
+int64_t density_table_backward(View<const Real, 3> grad, DensityInputs<Real, Index> in,
+                               View<Real, 3> grad_table) {
+  const Call call(in);
+  return choose(call, [&](auto L, auto D) {
+    return gradient<L(), D()>(call, Reals(grad.data), RealResults(grad_table.data));
+  });
 }
+
+const Kernel kCpu("_density_table_backward", density_table_backward<float, int32_t>,
+                  density_table_backward<float, int64_t>, density_table_backward<double, int32_t>,
+                  density_table_backward<double, int64_t>);
 
 }  // namespace
-
-template <class Real, class Index>
-int64_t density_table_backward_cpu(const DensityInputs<Real, Index>& in, const Real* grad,
-                                   Real* grad_table) {
-  return gradient(Call(in), grad, grad_table);
-}
-
-#define INSTANTIATE(Real, Index)                                                              \
-  template int64_t density_table_backward_cpu(const DensityInputs<Real, Index>&, const Real*, \
-                                              Real*);
-INSTANTIATE(float, int32_t)
-INSTANTIATE(float, int64_t)
-INSTANTIATE(double, int32_t)
-INSTANTIATE(double, int64_t)
-#undef INSTANTIATE
-
 }  // namespace calcops::ops::density

@@ -8,44 +8,38 @@
 // An energy and its gradient are computed together, because a potential needs both in each step.
 #pragma once
 
-#include <cstdint>
-
-#ifndef CALCOPS_NO_CUDA
-#include <cuda_runtime_api.h>
-#endif
+#include <calcops/numbers.h>
+#include <calcops/operator.h>
 
 namespace calcops::ops::density_net {
 
 constexpr int kFactors = 4;  // of a term
 
+// The arguments and results of a call.
 template <class Real>
-struct Inputs {
-  int64_t atoms, functions, harmonics;         // n, F, H
-  int64_t radials, invariants, terms;          // R, P, M
-  int64_t nets, neurons;                       // N, K
-  const Real* radial;                          // [n, R]
-  const Real* A;                               // [H, n, F]
-  const int64_t* net;                          // [n], -1: no atom
-  const int32_t* factors;                      // [M, 4], rows of A, -1: the factor is 1
-  const int32_t* invariant;                    // [M]
-  const Real* coefficient;                     // [M]
-  const Real *w_radial, *w_angular, *b0, *w1;  // [N, R, K], [N, P, F, K], [N, K], [N, K]
-  const Real* bias;                            // [N]
+struct Call {
+  View<const Real, 2> radial;      // [n, R]
+  View<const Real, 3> A;           // [H, n, F]
+  View<const int64_t, 1> net;      // [n], -1: no atom
+  View<const int32_t, 2> factors;  // [M, 4], rows of A, -1: the factor is 1
+  View<const int32_t, 1> invariant;
+  View<const Real, 1> coefficient;
+  View<const Real, 3> w_radial;   // [N, R, K]
+  View<const Real, 4> w_angular;  // [N, P, F, K]
+  View<const Real, 2> b0, w1;     // [N, K]
+  View<const Real, 1> bias;
+  View<Real, 1> energy;
+  View<Real, 2> grad_radial;
+  View<Real, 3> grad_A;
+
+  CALCOPS_HD int64_t harmonics() const { return A.shape[0]; }
+  CALCOPS_HD int64_t atoms() const { return A.shape[1]; }
+  CALCOPS_HD int64_t functions() const { return A.shape[2]; }
+  CALCOPS_HD int64_t radials() const { return radial.shape[1]; }
+  CALCOPS_HD int64_t invariants() const { return w_angular.shape[1]; }
+  CALCOPS_HD int64_t terms() const { return factors.shape[0]; }
+  CALCOPS_HD int64_t nets() const { return b0.shape[0]; }
+  CALCOPS_HD int64_t neurons() const { return b0.shape[1]; }
 };
-
-template <class Real>
-struct NetResults {
-  Real *energy, *grad_radial, *grad_A;  // [n], [n, R], [H, n, F]
-};
-
-// Return the position of a wrong entry, in net, then factors, then invariant; or kNone.
-template <class Real>
-int64_t density_net_cpu(const Inputs<Real>& in, const NetResults<Real>& out);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real>
-cudaError_t density_net_cuda(const Inputs<Real>& in, const NetResults<Real>& out,
-                             cudaStream_t stream);
-#endif
 
 }  // namespace calcops::ops::density_net

@@ -50,29 +50,30 @@ inline double tanh_of(double x) {
 template <class Real>
 class Block {
  public:
-  explicit Block(const Inputs<Real>& in)
-      : in_(in),
-        atoms_(std::max<int64_t>(1, kLanes / std::max<int64_t>(1, in.functions))),
-        A_((in.harmonics + 1) * atoms_ * in.functions),
-        grad_A_((in.harmonics + 1) * atoms_ * in.functions),
-        q_((in.invariants + 1) * atoms_ * in.functions),
-        grad_q_((in.invariants + 1) * atoms_ * in.functions),
-        hidden_(in.neurons) {}
+  explicit Block(const Call<Real>& call)
+      : call_(call),
+        atoms_(std::max<int64_t>(1, kLanes / std::max<int64_t>(1, call.functions()))),
+        A_((call.harmonics() + 1) * atoms_ * call.functions()),
+        grad_A_((call.harmonics() + 1) * atoms_ * call.functions()),
+        q_((call.invariants() + 1) * atoms_ * call.functions()),
+        grad_q_((call.invariants() + 1) * atoms_ * call.functions()),
+        hidden_(call.neurons()) {}
 
   int64_t atoms() const { return atoms_; }
 
-  void compute(int64_t begin, int64_t end, const NetResults<Real>& out) {
+  void compute(int64_t begin, int64_t end) {
     begin_ = begin;
-    lanes_ = (end - begin) * in_.functions;
-    for (int64_t h = 0; h < in_.harmonics; ++h)
-      std::copy_n(in_.A + (h * in_.atoms + begin) * in_.functions, lanes_, A_.get() + h * lanes_);
-    std::fill_n(q_.get(), in_.invariants * lanes_, 0.0);
-    for (int64_t term = 0; term < in_.terms; ++term) add_term(term);
-    for (int64_t i = begin; i < end; ++i) compute_net(i, out);
-    std::fill_n(grad_A_.get(), in_.harmonics * lanes_, 0.0);
-    for (int64_t term = 0; term < in_.terms; ++term) add_gradients(term);
-    for (int64_t h = 0; h < in_.harmonics; ++h)
-      for (int64_t i = begin; i < end; ++i) write_gradients(h, i, out);
+    lanes_ = (end - begin) * call_.functions();
+    for (int64_t h = 0; h < call_.harmonics(); ++h)
+      std::copy_n(call_.A.data + (h * call_.atoms() + begin) * call_.functions(), lanes_,
+                  A_.get() + h * lanes_);
+    std::fill_n(q_.get(), call_.invariants() * lanes_, 0.0);
+    for (int64_t term = 0; term < call_.terms(); ++term) add_term(term);
+    for (int64_t i = begin; i < end; ++i) compute_net(i);
+    std::fill_n(grad_A_.get(), call_.harmonics() * lanes_, 0.0);
+    for (int64_t term = 0; term < call_.terms(); ++term) add_gradients(term);
+    for (int64_t h = 0; h < call_.harmonics(); ++h)
+      for (int64_t i = begin; i < end; ++i) write_gradients(h, i);
   }
 
  private:
@@ -80,7 +81,8 @@ class Block {
   int rows_of(int64_t term, int64_t rows[kFactors]) const {
     int count = 0;
     for (int f = 0; f < kFactors; ++f)
-      if (in_.factors[kFactors * term + f] >= 0) rows[count++] = in_.factors[kFactors * term + f];
+      if (call_.factors.data[kFactors * term + f] >= 0)
+        rows[count++] = call_.factors.data[kFactors * term + f];
     return count;
   }
 
@@ -89,8 +91,8 @@ class Block {
     const int count = rows_of(term, rows);
     const double* factors[kFactors];
     for (int f = 0; f < count; ++f) factors[f] = A_.get() + rows[f] * lanes_;
-    double* const q = q_.get() + in_.invariant[term] * lanes_;
-    add_product(q, in_.coefficient[term], factors, count);
+    double* const q = q_.get() + call_.invariant(term) * lanes_;
+    add_product(q, call_.coefficient(term), factors, count);
   }
 
   // Each factor's gradient is the product of the others and of the invariant's gradient.
@@ -98,12 +100,12 @@ class Block {
     int64_t rows[kFactors];
     const int count = rows_of(term, rows);
     for (int factor = 0; factor < count; ++factor) {
-      const double* factors[kFactors] = {grad_q_.get() + in_.invariant[term] * lanes_};
+      const double* factors[kFactors] = {grad_q_.get() + call_.invariant(term) * lanes_};
       int others = 1;
       for (int f = 0; f < count; ++f)
         if (f != factor) factors[others++] = A_.get() + rows[f] * lanes_;
       double* const grad = grad_A_.get() + rows[factor] * lanes_;
-      add_product(grad, in_.coefficient[term], factors, others);
+      add_product(grad, call_.coefficient(term), factors, others);
     }
   }
 
@@ -123,51 +125,53 @@ class Block {
   }
 
   // The sums of a row that is no atom may be NaN, and so would be their gradients.
-  void write_gradients(int64_t h, int64_t i, const NetResults<Real>& out) const {
-    Real* const to = out.grad_A + (h * in_.atoms + i) * in_.functions;
-    if (in_.net[i] < 0) {
-      std::fill_n(to, in_.functions, Real(0));
+  void write_gradients(int64_t h, int64_t i) const {
+    Real* const to = call_.grad_A.data + (h * call_.atoms() + i) * call_.functions();
+    if (call_.net(i) < 0) {
+      std::fill_n(to, call_.functions(), Real(0));
       return;
     }
-    const double* const from = grad_A_.get() + h * lanes_ + (i - begin_) * in_.functions;
-    for (int64_t f = 0; f < in_.functions; ++f) to[f] = Real(from[f]);
+    const double* const from = grad_A_.get() + h * lanes_ + (i - begin_) * call_.functions();
+    for (int64_t f = 0; f < call_.functions(); ++f) to[f] = Real(from[f]);
   }
 
-  void compute_net(int64_t i, const NetResults<Real>& out) {
-    const int64_t t = in_.net[i], first = (i - begin_) * in_.functions;
-    Real* const grad_radial = out.grad_radial + i * in_.radials;
+  void compute_net(int64_t i) {
+    const int64_t t = call_.net(i), first = (i - begin_) * call_.functions();
+    Real* const grad_radial = call_.grad_radial.data + i * call_.radials();
     if (t < 0) {
-      out.energy[i] = 0;
-      std::fill_n(grad_radial, in_.radials, Real(0));
+      call_.energy(i) = 0;
+      std::fill_n(grad_radial, call_.radials(), Real(0));
       return;
     }
-    const int64_t K = in_.neurons;
+    const int64_t K = call_.neurons();
     double* const hidden = hidden_.get();
-    for (int64_t k = 0; k < K; ++k) hidden[k] = -in_.b0[t * K + k];
-    const Real* const w_radial = in_.w_radial + t * in_.radials * K;
-    const Real* const w_angular = in_.w_angular + t * in_.invariants * in_.functions * K;
-    add_layer(in_.radial + i * in_.radials, w_radial, in_.radials);
-    for (int64_t p = 0; p < in_.invariants; ++p)
-      add_layer(q_.get() + p * lanes_ + first, w_angular + p * in_.functions * K, in_.functions);
+    for (int64_t k = 0; k < K; ++k) hidden[k] = -call_.b0.data[t * K + k];
+    const Real* const w_radial = call_.w_radial.data + t * call_.radials() * K;
+    const Real* const w_angular =
+        call_.w_angular.data + t * call_.invariants() * call_.functions() * K;
+    add_layer(call_.radial.data + i * call_.radials(), w_radial, call_.radials());
+    for (int64_t p = 0; p < call_.invariants(); ++p)
+      add_layer(q_.get() + p * lanes_ + first, w_angular + p * call_.functions() * K,
+                call_.functions());
 
-    const Real* const w1 = in_.w1 + t * K;
-    double energy = -in_.bias[t];
+    const Real* const w1 = call_.w1.data + t * K;
+    double energy = -call_.bias(t);
 #pragma omp simd
     for (int64_t k = 0; k < K; ++k) hidden[k] = tanh_of(hidden[k]);
     for (int64_t k = 0; k < K; ++k) energy += w1[k] * hidden[k];
     for (int64_t k = 0; k < K; ++k) hidden[k] = w1[k] * (1 - hidden[k] * hidden[k]);
-    out.energy[i] = Real(energy);
+    call_.energy(i) = Real(energy);
 
-    take_back(w_radial, in_.radials, grad_radial);
-    for (int64_t p = 0; p < in_.invariants; ++p)
-      take_back(w_angular + p * in_.functions * K, in_.functions,
+    take_back(w_radial, call_.radials(), grad_radial);
+    for (int64_t p = 0; p < call_.invariants(); ++p)
+      take_back(w_angular + p * call_.functions() * K, call_.functions(),
                 grad_q_.get() + p * lanes_ + first);
   }
 
   // Add x @ weights to the hidden layer, for `count` numbers x.
   template <class Number>
   void add_layer(const Number* x, const Real* weights, int64_t count) {
-    const int64_t K = in_.neurons;
+    const int64_t K = call_.neurons();
     double* const hidden = hidden_.get();
     for (; count >= kRows; count -= kRows, x += kRows, weights += kRows * K) {
       const double a = x[0], b = x[1], c = x[2], d = x[3];
@@ -186,7 +190,7 @@ class Block {
   // Write weights @ (the gradients of the hidden layer), `count` numbers.
   template <class Number>
   void take_back(const Real* weights, int64_t count, Number* to) const {
-    const int64_t K = in_.neurons;
+    const int64_t K = call_.neurons();
     const double* const hidden = hidden_.get();
     for (; count >= kRows; count -= kRows, to += kRows, weights += kRows * K) {
       double a = 0, b = 0, c = 0, d = 0;
@@ -205,40 +209,40 @@ class Block {
     }
   }
 
-  const Inputs<Real>& in_;
+  const Call<Real>& call_;
   const int64_t atoms_;
   const Scratch<double> A_, grad_A_, q_, grad_q_, hidden_;  // [H or P, lanes_], and [K]
   int64_t begin_ = 0, lanes_ = 0;
 };
 
 template <class Real>
-int64_t wrong_entry(const Inputs<Real>& in) {
-  const int64_t numbers = kFactors * in.terms;
-  for (int64_t i = 0; i < in.atoms; ++i)
-    if (in.net[i] < -1 || in.net[i] >= in.nets) return i;
+int64_t wrong_entry(const Call<Real>& call) {
+  const int64_t numbers = kFactors * call.terms();
+  for (int64_t i = 0; i < call.atoms(); ++i)
+    if (call.net(i) < -1 || call.net(i) >= call.nets()) return i;
   for (int64_t f = 0; f < numbers; ++f)
-    if (in.factors[f] < -1 || in.factors[f] >= in.harmonics) return in.atoms + f;
-  for (int64_t term = 0; term < in.terms; ++term)
-    if (uint64_t(in.invariant[term]) >= uint64_t(in.invariants)) return in.atoms + numbers + term;
+    if (call.factors.data[f] < -1 || call.factors.data[f] >= call.harmonics())
+      return call.atoms() + f;
+  for (int64_t term = 0; term < call.terms(); ++term)
+    if (uint64_t(call.invariant(term)) >= uint64_t(call.invariants()))
+      return call.atoms() + numbers + term;
   return kNone;
 }
 
-}  // namespace
-
 template <class Real>
-int64_t density_net_cpu(const Inputs<Real>& in, const NetResults<Real>& out) {
-  const int64_t wrong = wrong_entry(in);
+int64_t density_net(Call<Real> call) {
+  const int64_t wrong = wrong_entry(call);
   if (wrong != kNone) return wrong;
-  const int64_t size = Block<Real>(in).atoms();
-  parallel_for((in.atoms + size - 1) / size, 1, [&](int64_t begin, int64_t end) {
-    Block<Real> block(in);
+  const int64_t size = Block<Real>(call).atoms();
+  parallel_for((call.atoms() + size - 1) / size, 1, [&](int64_t begin, int64_t end) {
+    Block<Real> block(call);
     for (int64_t b = begin; b < end; ++b)
-      block.compute(b * size, std::min(b * size + size, in.atoms), out);
+      block.compute(b * size, std::min(b * size + size, call.atoms()));
   });
   return kNone;
 }
 
-template int64_t density_net_cpu(const Inputs<float>&, const NetResults<float>&);
-template int64_t density_net_cpu(const Inputs<double>&, const NetResults<double>&);
+const Kernel kCpu("density_net", density_net<float>, density_net<double>);
 
+}  // namespace
 }  // namespace calcops::ops::density_net

@@ -1,7 +1,4 @@
-// environment_spline: its contract, its derivatives, and the conversion of a call's views to the
-// kernels' structs.
-#include "environment_spline/environment_spline.h"
-
+// environment_spline: its contract and its derivatives.
 #include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
@@ -90,9 +87,14 @@ void check_cutoff(Value* arguments, Value*) {
   if (!(rcut.real() > rcut_smth.real())) refuse(kName, "rcut", "> `rcut_smth` =", rcut_smth, rcut);
 }
 
+void check_backward(Value* arguments, Value* shapes) {
+  check_cutoff<1>(arguments, shapes);
+  expect_order(kName, Directions(arguments[1 + kDirections]).count(), kMostDirections - 1);
+}
+
 const Check kChecks[] = {{"environment_spline", check_cutoff<0>},
                          {"_environment_spline_along", check_cutoff<0>},
-                         {"_environment_spline_backward", check_cutoff<1>}};
+                         {"_environment_spline_backward", check_backward}};
 
 // ---- the contract -------------------------------------------------------------------------------
 
@@ -107,23 +109,22 @@ environment_spline(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
 
     P[i][a][kind][b] = sum of R[a] B_b(R[0]) over the slots of atom i that have this kind
 
-  B_b are uniform B-splines. Outside the grid they continue as straight lines.
+  B_b are uniform B-splines, which continue as straight lines outside the grid.
 
-  The sums for an embedding net follow from P. Let the net's M outputs be splines of R[0], with the
-  coefficients C [kinds*functions, M]. Then P.flatten(2) @ C [n, 4, M] are the sums of R[a] times
+  P gives the sums for an embedding net: if the net's M outputs are splines of R[0] with the
+  coefficients C [kinds*functions, M], then P.flatten(2) @ C [n, 4, M] are the sums of R[a] times
   these outputs. Nothing of the size n*K*M is stored. On a CPU,
   matrix_product(P.view(-1, len(C)), C).view(n, 4, M) is often faster.
 
-  An empty slot and a pair at rcut or beyond add exactly nothing, whatever values they have, and
-  their gradients are exactly 0. (In DeePMD-kit an empty slot has the row R = -davg/dstd. Here the
-  caller adds its term.) Two atoms in one place make the sums of their kind NaN or infinite.
+  Empty slots and pairs at rcut or beyond add exactly nothing, whatever their values, and their
+  gradients are exactly 0. (In DeePMD-kit an empty slot has the row R = -davg/dstd; here the caller
+  adds its term.) Coincident atoms make the sums of their kind NaN or infinite.
 
-  Differentiable up to third order in d, in reverse and in forward mode; not in davg, dstd and grid.
+  Differentiable up to third order in d, in reverse and forward mode; not in davg, dstd and grid.
   Deterministic: computed in float64 and summed in the order of the slots.
 
-  A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
-  CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
-  GPU.
+  A kind that doesn't exist is an error on the CPU. On CUDA the sums of its atom become NaN; with
+  CALCOPS_CHECK=1, which makes each call wait for the GPU, it's an error there too.
 
 _environment_spline_along(Tensor d, Tensor kind, Tensor davg, Tensor dstd, Tensor grid,
                           SymInt functions, float rcut_smth, float rcut, str spline="quintic",
@@ -139,13 +140,13 @@ _environment_spline_backward(Tensor grad_result, Tensor d, Tensor kind, Tensor d
 d           [n, K, 3]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA.
             Vectors from each atom to its neighbours, in any order.
 kind        [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
-            pair, such as the neighbour's type; -1: an empty slot, anywhere.
+            pair, such as the neighbour's type or both types; -1: an empty slot, anywhere.
 davg        [kinds, 4]; float32 or float64 read as float64; constant. Mean of the rows,
             subtracted in R (below).
 dstd        [kinds, 4]; float32 or float64 read as float64; constant. Standard deviation of
             the rows, the divisor in R (below).
 grid        [kinds, 2]; float32 or float64 read as float64; constant. First and last value of
-            R[0] that the cells of the B-splines cover, for each kind. There are (functions - 5)
+            R[0] in the cells of the B-splines, for each kind. There are (functions - 5)
             cells of equal width, or (functions - 3) if `spline` is "cubic".
 functions   6 to 2^20. Number of B-splines of each kind.
 rcut_smth   >= 0. Distance at which the switch w begins to fall.
@@ -158,76 +159,6 @@ kernels     environment_spline of _environment_spline_along
 vmap        joins n
 )",
                          kDerivatives, kChecks);
-
-// ---- from views to the structs of environment_spline.h ------------------------------------------
-
-template <class Number, int rank>
-using In = View<const Number, rank>;
-
-template <class Real, class Index>
-SplineInputs<Real, Index> inputs(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg,
-                                 In<double, 2> dstd, In<double, 2> grid, int64_t functions,
-                                 double rcut_smth, double rcut, Spline spline,
-                                 In<Real, 4> along = {}) {
-  return {d.shape[0], d.shape[1], davg.shape[0], functions, along ? along.shape[2] : 0,
-          d.data,     kind.data,  along.data,    davg.data, dstd.data,
-          grid.data,  rcut_smth,  rcut,          spline};
-}
-
-template <class Real, class Index>
-int64_t along_cpu(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
-                  In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
-                  Spline spline, In<Real, 4> directions, View<Real, 4> P) {
-  return environment_spline_cpu(
-      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), P.data);
-}
-
-template <class Real, class Index>
-int64_t backward_cpu(In<Real, 4> grad, In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg,
-                     In<double, 2> dstd, In<double, 2> grid, int64_t functions, double rcut_smth,
-                     double rcut, Spline spline, In<Real, 4> directions, View<Real, 3> grad_d) {
-  if (directions) expect_order(kName, directions.shape[2], kMostDirections - 1);
-  return environment_spline_backward_cpu(
-      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), grad.data,
-      grad_d.data);
-}
-
-const Kernel kAlongCpu("_environment_spline_along", along_cpu<float, int32_t>,
-                       along_cpu<float, int64_t>, along_cpu<double, int32_t>,
-                       along_cpu<double, int64_t>);
-const Kernel kBackwardCpu("_environment_spline_backward", backward_cpu<float, int32_t>,
-                          backward_cpu<float, int64_t>, backward_cpu<double, int32_t>,
-                          backward_cpu<double, int64_t>);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real, class Index>
-cudaError_t along_cuda(In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg, In<double, 2> dstd,
-                       In<double, 2> grid, int64_t functions, double rcut_smth, double rcut,
-                       Spline spline, In<Real, 4> directions, View<Real, 4> P,
-                       cudaStream_t stream) {
-  return environment_spline_cuda(
-      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), P.data,
-      stream);
-}
-
-template <class Real, class Index>
-cudaError_t backward_cuda(In<Real, 4> grad, In<Real, 3> d, In<Index, 2> kind, In<double, 2> davg,
-                          In<double, 2> dstd, In<double, 2> grid, int64_t functions,
-                          double rcut_smth, double rcut, Spline spline, In<Real, 4> directions,
-                          View<Real, 3> grad_d, cudaStream_t stream) {
-  if (directions) expect_order(kName, directions.shape[2], kMostDirections - 1);
-  return environment_spline_backward_cuda(
-      inputs(d, kind, davg, dstd, grid, functions, rcut_smth, rcut, spline, directions), grad.data,
-      grad_d.data, stream);
-}
-
-const Kernel kAlongCuda("_environment_spline_along", along_cuda<float, int32_t>,
-                        along_cuda<float, int64_t>, along_cuda<double, int32_t>,
-                        along_cuda<double, int64_t>);
-const Kernel kBackwardCuda("_environment_spline_backward", backward_cuda<float, int32_t>,
-                           backward_cuda<float, int64_t>, backward_cuda<double, int32_t>,
-                           backward_cuda<double, int64_t>);
-#endif
 
 }  // namespace
 }  // namespace calcops::ops::environment_spline

@@ -28,11 +28,8 @@
 // All numbers are computed in float64 and summed in the order of the slots.
 #pragma once
 
-#include <cstdint>
-
-#ifndef CALCOPS_NO_CUDA
-#include <cuda_runtime_api.h>
-#endif
+#include <calcops/numbers.h>
+#include <calcops/operator.h>
 
 namespace calcops::ops::environment_spline {
 
@@ -40,31 +37,19 @@ enum class Spline { kQuintic, kCubic };
 
 template <class Real, class Index>
 struct SplineInputs {
-  int64_t atoms, slots, kinds, functions, directions;  // n, K, kinds, functions, D
-  const Real* d;                                       // [n, K, 3]
-  const Index* kind;                                   // [n, K]; -1: empty
-  const Real* along;                                   // [n, K, D, 3]
-  const double *davg, *dstd;                           // [kinds, 4]
-  const double* grid;                                  // [kinds, 2]
+  View<const Real, 3> d;             // [n, K, 3]
+  View<const Index, 2> kind;         // [n, K]; -1: empty
+  View<const double, 2> davg, dstd;  // [kinds, 4]
+  View<const double, 2> grid;        // [kinds, 2]
+  int64_t functions;
   double rcut_smth, rcut;
   Spline spline;
+  View<const Real, 4> along;  // [n, K, D, 3]; D = 0 without directions
+
+  CALCOPS_HD int64_t atoms() const { return d.shape[0]; }
+  CALCOPS_HD int64_t slots() const { return d.shape[1]; }
+  CALCOPS_HD int64_t kinds() const { return davg.shape[0]; }
+  CALCOPS_HD int64_t directions() const { return along.shape[2]; }
 };
-
-// Both CPU kernels return the first slot whose kind does not exist, or -1.
-template <class Real, class Index>
-int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P);
-// Write the gradient of the inner product <grad, P> for d.
-template <class Real, class Index>
-int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
-                                        Real* grad_d);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real, class Index>
-cudaError_t environment_spline_cuda(const SplineInputs<Real, Index>& in, Real* P,
-                                    cudaStream_t stream);
-template <class Real, class Index>
-cudaError_t environment_spline_backward_cuda(const SplineInputs<Real, Index>& in, const Real* grad,
-                                             Real* grad_d, cudaStream_t stream);
-#endif
 
 }  // namespace calcops::ops::environment_spline

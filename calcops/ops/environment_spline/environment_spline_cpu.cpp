@@ -1,30 +1,26 @@
 // CPU kernels of environment_spline. They collect the pairs of an atom, compute their numbers for
 // vectors of pairs, and then add one pair after the other.
+#include <calcops/either.h>
 #include <calcops/memory.h>
 #include <calcops/parallel.h>
 
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 
 #include "environment_spline/environment_spline.h"
 #include "environment_spline/environment_spline_math.h"
-#include "real_arrays.h"
+#include "find_pairs.h"
 
 namespace calcops::ops::environment_spline {
 namespace {
 
 constexpr int64_t kAtomsPerThread = 8;
-constexpr int kSize = 8;  // pairs in a vector
+constexpr int kSize = Pairs::kPadding;  // pairs in a vector
 typedef double Vector __attribute__((vector_size(8 * kSize)));
 typedef int64_t Bits __attribute__((vector_size(8 * kSize)));
 
-// The numbers of a pair.
+// The numbers of a pair beside those of Pairs.
 enum Array {
-  kX,
-  kY,
-  kZ,
-  kSquare,   // r^2
   kS,        // s = w/r
   kSOverR,   // s/r
   kSOverRX,  // s/r times x, y and z
@@ -44,8 +40,6 @@ enum Array {
 struct alignas(64) Block {
   double numbers[kArrays][kSize];
   int64_t place[kSize];  // the first row of P to which the pair adds
-  int64_t slot[kSize];
-  int64_t kind[kSize];
 
   Vector& operator[](int array) { return *reinterpret_cast<Vector*>(numbers[array]); }
 };
@@ -57,112 +51,58 @@ struct Pair {
 
   double& operator[](int array) const { return block.numbers[array][lane]; }
   int64_t& place() const { return block.place[lane]; }
-  int64_t& slot() const { return block.slot[lane]; }
-  int64_t& kind() const { return block.kind[lane]; }
 };
 
-// The pairs of an atom within the cutoff.
-class Pairs {
+// The pairs of an atom within the cutoff, with their numbers.
+class Neighbours : public Pairs {
  public:
-  // Vectors compute all lanes of a block, also those without a pair. So all lanes get numbers.
-  explicit Pairs(int64_t slots) : size_((slots + kSize - 1) / kSize), all_(size_) {
-    for (int64_t b = 0; b < size_; ++b) {
-      std::fill_n(all_.get()[b].numbers[0], kArrays * kSize, 1.0);
-      std::fill_n(all_.get()[b].place, kSize, int64_t(0));
-    }
-  }
+  explicit Neighbours(int64_t slots) : Pairs(slots), blocks_(size() / kSize) {}
 
-  uint64_t count = 0;
-
-  Pair operator[](uint64_t j) const { return {all_.get()[j / kSize], int(j % kSize)}; }
-  Block* begin() const { return all_.get(); }
-  Block* end() const { return all_.get() + (count + kSize - 1) / kSize; }
+  Pair operator[](uint64_t j) const { return {blocks_.get()[j / kSize], int(j % kSize)}; }
+  Block* begin() const { return blocks_.get(); }
+  Block* end() const { return blocks_.get() + padded_count() / kSize; }
 
  private:
-  int64_t size_;
-  Scratch<Block> all_;
+  Scratch<Block> blocks_;
 };
 
-// Return x^(-1/2) with a relative error of 1e-15. Newton's method begins with an estimate that is
-// computed from the bits of x as an integer. GCC does not vectorise std::sqrt, which sets errno.
-inline __attribute__((always_inline)) Vector inverse_root(const Vector& x) {
-  const Bits estimate = 0x5FE6EB50C7B537A9 - (reinterpret_cast<Bits>(x) >> 1);
-  Vector y = reinterpret_cast<Vector>(estimate);
-  const Vector half = 0.5 * x;
-  for (int step = 0; step < 4; ++step) y *= 1.5 - half * y * y;
-  constexpr double kLeast = 1e-280;  // below it two atoms count as in one place
-  return x < Vector{} + kLeast ? Vector{} + INFINITY : y;
-}
-
 // The inputs of a call, whose types are known at run time, and the constants that follow from them.
-struct Call : SplineInputs<void, void> {
-  // Set `pairs` to the filled slots of an atom within the cutoff. Set `wrong` to the first slot
-  // whose kind does not exist, unless an earlier atom has set it.
-  using Find = void (*)(const Call& call, int64_t atom, Pairs& pairs, int64_t& wrong);
-  Find find;
-  bool is_float32;  // Real is float, not double
-
+struct Call {
+  int64_t atoms, slots, functions, directions;
+  Reals along;
+  PairFinder finder;
   Cutoff cutoff;
+  Spline spline;
   int64_t cells, rows;  // rows of P: kinds*functions
   Scratch<Kind> constants;
 
   template <class Real, class Index>
-  explicit Call(const SplineInputs<Real, Index>& in);
-  Call(const SplineInputs<void, void>& in, Find find_, bool is_float32_);
-};
-
-template <class Real, class Index>
-void find(const Call& call, int64_t atom, Pairs& pairs, int64_t& wrong) {
-  const int64_t begin = atom * call.slots;
-  const Index* kind = static_cast<const Index*>(call.kind) + begin;
-  // An Index, not an int64_t: a vector register compares more of the narrower numbers.
-  const Index kinds = Index(std::min<int64_t>(call.kinds, std::numeric_limits<Index>::max()));
-  int any_wrong = 0;
-  for (int64_t s = 0; s < call.slots; ++s) any_wrong |= (kind[s] < -1) | (kind[s] >= kinds);
-  for (int64_t s = 0; any_wrong && wrong == kNone; ++s)
-    if (kind[s] < -1 || kind[s] >= kinds) wrong = begin + s;
-
-  // Without branches, which the processor could not predict. Every slot is written to the next
-  // pair, but only a filled one within the cutoff advances `count`.
-  const Cutoff limit = call.cutoff;
-  const int64_t slots = call.slots;
-  const Real* d = static_cast<const Real*>(call.d) + 3 * begin;
-  uint64_t count = 0;
-  for (int64_t s = 0; s < slots; ++s, d += 3) {
-    const double x = d[0], y = d[1], z = d[2], square = x * x + y * y + z * z;
-    const Pair pair = pairs[count];
-    pair[kX] = x, pair[kY] = y, pair[kZ] = z;
-    pair[kSquare] = square;
-    pair.slot() = begin + s;
-    pair.kind() = kind[s];
-    count += (kind[s] >= 0) & (kind[s] < kinds) & !limit.is_at_or_beyond(square);
+  explicit Call(const SplineInputs<Real, Index>& in)
+      : atoms(in.atoms()),
+        slots(in.slots()),
+        functions(in.functions),
+        directions(in.directions()),
+        along(in.along.data),
+        finder(in.d, in.kind, in.kinds()),
+        cutoff{in.rcut_smth, in.rcut},
+        spline(in.spline),
+        cells(in.functions - (in.spline == Spline::kQuintic ? 5 : 3)),
+        rows(in.kinds() * in.functions),
+        constants(in.kinds()) {
+    std::fill_n(finder.square_of_cutoff(), in.kinds(), in.rcut * in.rcut);
+    for (int64_t k = 0; k < in.kinds(); ++k)
+      constants.get()[k] =
+          Kind(in.davg.data + 4 * k, in.dstd.data + 4 * k, in.grid.data + 2 * k, cells);
   }
-  pairs.count = count;
-}
-
-template <class Real, class Index>
-Call::Call(const SplineInputs<Real, Index>& in)
-    : Call({in.atoms, in.slots, in.kinds, in.functions, in.directions, in.d, in.kind, in.along,
-            in.davg, in.dstd, in.grid, in.rcut_smth, in.rcut, in.spline},
-           environment_spline::find<Real, Index>, sizeof(Real) == sizeof(float)) {}
-
-Call::Call(const SplineInputs<void, void>& in, Find find_, bool is_float32_)
-    : SplineInputs(in),
-      find(find_),
-      is_float32(is_float32_),
-      cutoff{in.rcut_smth, in.rcut},
-      cells(in.functions - (in.spline == Spline::kQuintic ? 5 : 3)),
-      rows(in.kinds * in.functions),
-      constants(in.kinds) {
-  for (int64_t k = 0; k < kinds; ++k)
-    constants.get()[k] = Kind(davg + 4 * k, dstd + 4 * k, grid + 2 * k, cells);
-}
+};
 
 // Compute s = w/r and s/r of all pairs and, if kWithSlopes, their derivatives.
 template <bool kWithSlopes>
-void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
+void find_radial(const Cutoff& cutoff, const Neighbours& pairs) {
+  int64_t first = 0;
   for (Block& block : pairs) {
-    const Vector square = block[kSquare], inverse = inverse_root(square), r = square * inverse;
+    const auto square = load<Vector>(pairs.square() + first);
+    const Vector inverse = inverse_root(square), r = square * inverse;
     constexpr int D = kWithSlopes ? 1 : 0;
     using N = Mixed<Vector, D>;
     N distance = constant<N>(r), one_over = constant<N>(inverse);
@@ -173,24 +113,27 @@ void find_radial(const Cutoff& cutoff, const Pairs& pairs) {
     const Radial<N> f = radial<D, Vector>(distance, one_over, cutoff.rcut_smth, cutoff.rcut);
     block[kS] = *parts_of<const Vector>(&f.s);
     block[kSOverR] = *parts_of<const Vector>(&f.s_over_r);
-    for (int c = 0; c < 3; ++c) block[kSOverRX + c] = block[kSOverR] * block[kX + c];
+    for (int c = 0; c < 3; ++c)
+      block[kSOverRX + c] = block[kSOverR] * load<Vector>(pairs.x(c) + first);
     if constexpr (kWithSlopes) {
       block[kSlopeOfS] = f.s.slope * inverse;
       block[kSlopeOfSOverR] = f.s_over_r.slope * inverse;
     }
+    first += kSize;
   }
 }
 
 // Compute the place of each pair in P, and the B-splines at R[0] with, if kWithSlopes, their
 // derivatives.
 template <int kDegree, bool kWithSlopes>
-void find_weights(const Call& call, const Pairs& pairs) {
-  for (uint64_t j = 0; j < pairs.count; ++j) {
+void find_weights(const Call& call, const Neighbours& pairs) {
+  for (int64_t j = 0; j < pairs.padded_count(); ++j) {
     const Pair pair = pairs[j];
-    const Kind& kind = call.constants.get()[pair.kind()];
+    const int64_t number = pairs.kind()[j];
+    const Kind& kind = call.constants.get()[number];
     pair[kGridScale] = kind.scale[0] * kind.cells_per_unit;
     pair[kGridShift] = -(kind.shift[0] + kind.begin) * kind.cells_per_unit;
-    pair.place() = pair.kind() * call.functions;
+    pair.place() = number * call.functions;
   }
   const double cells = double(call.cells);
   Bits are_outside{};
@@ -215,7 +158,7 @@ void find_weights(const Call& call, const Pairs& pairs) {
   // Outside the grid, the B-splines continue as straight lines.
   int64_t any_outside = 0;
   for (int lane = 0; lane < kSize; ++lane) any_outside |= are_outside[lane];
-  for (uint64_t j = 0; any_outside && j < pairs.count; ++j) {
+  for (int64_t j = 0; any_outside && j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const double position = pair[kS] * pair[kGridScale] + pair[kGridShift];
     // The distance from the nearer end of the grid, negative before its beginning.
@@ -235,36 +178,13 @@ inline __attribute__((always_inline)) Row environment_row(const Kind& kind, cons
   return row * row_of(kind.scale) - row_of(kind.shift);
 }
 
-// Return the numbers i, j, k and l of the eight in two rows.
-template <int i, int j, int k, int l>
-inline __attribute__((always_inline)) Row shuffled(const Row& a, const Row& b) {
-#if __has_builtin(__builtin_shufflevector)  // GCC 12 and clang
-  return __builtin_shufflevector(a, b, i, j, k, l);
-#else
-  typedef int64_t Places __attribute__((vector_size(32)));
-  return __builtin_shuffle(a, b, Places{i, j, k, l});
-#endif
-}
-
-// Transpose a matrix of four rows.
-inline __attribute__((always_inline)) void transpose(Row* rows) {
-  const Row even = shuffled<0, 4, 2, 6>(rows[0], rows[1]);
-  const Row odd = shuffled<1, 5, 3, 7>(rows[0], rows[1]);
-  const Row lower_even = shuffled<0, 4, 2, 6>(rows[2], rows[3]);
-  const Row lower_odd = shuffled<1, 5, 3, 7>(rows[2], rows[3]);
-  rows[0] = shuffled<0, 1, 4, 5>(even, lower_even);
-  rows[1] = shuffled<0, 1, 4, 5>(odd, lower_odd);
-  rows[2] = shuffled<2, 3, 6, 7>(even, lower_even);
-  rows[3] = shuffled<2, 3, 6, 7>(odd, lower_odd);
-}
-
 // ---- P -----------------------------------------------------------------------------------------
 
 template <int kDegree>
-void add_pairs(const Kind* kinds, const Pairs& pairs, Row* P) {
-  for (uint64_t j = 0; j < pairs.count; ++j) {
+void add_pairs(const Kind* kinds, const Neighbours& pairs, Row* P) {
+  for (int64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
-    const Row R = environment_row(kinds[pair.kind()], pair);
+    const Row R = environment_row(kinds[pairs.kind()[j]], pair);
     Row* to = P + pair.place();
 #pragma GCC unroll 6
     for (int b = 0; b <= kDegree; ++b) to[b] += pair[kWeights + b] * R;
@@ -290,16 +210,14 @@ void move_columns(Row* rows, int64_t count, Real* columns) {
 
 // Add the derivatives along the D directions of each slot.
 template <int kDegree, int D>
-void add_derivatives(const Call& call, const Pairs& pairs, Row* P) {
+void add_derivatives(const Call& call, const Neighbours& pairs, Row* P) {
   double directions[D][3];
   Row p[kDegree + 1];
-  for (uint64_t j = 0; j < pairs.count; ++j) {
-    const Pair pair = pairs[j];
-    const double d[3] = {pair[kX], pair[kY], pair[kZ]};
-    RealInput(call.along, call.is_float32).visit(3 * D * pair.slot(), [&](const auto* from) {
-      std::copy_n(from, 3 * D, directions[0]);
-    });
-    const int64_t kind = pair.kind();
+  for (int64_t j = 0; j < pairs.count; ++j) {
+    const double d[3] = {pairs.x(0)[j], pairs.x(1)[j], pairs.x(2)[j]};
+    call.along.visit(3 * D * pairs.slot()[j],
+                     [&](const auto* from) { std::copy_n(from, 3 * D, directions[0]); });
+    const int64_t kind = pairs.kind()[j];
     const int64_t cell = derivative<kDegree, D>(call.constants.get()[kind], call.cutoff, call.cells,
                                                 d, directions, reinterpret_cast<double*>(p));
     for (int b = 0; b <= kDegree; ++b) P[kind * call.functions + cell + b] += p[b];
@@ -307,14 +225,14 @@ void add_derivatives(const Call& call, const Pairs& pairs, Row* P) {
 }
 
 template <int kDegree, int D>
-int64_t sum(const Call& call, const RealOutput& P) {
+int64_t sum(const Call& call, const RealResults& P) {
   return parallel_first(call.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    Pairs pairs(call.slots);
+    Neighbours pairs(call.slots);
     const Scratch<Row> rows(call.rows);
     std::fill_n(rows.get(), call.rows, Row{});
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      call.find(call, atom, pairs, wrong);
+      call.finder.find(atom, pairs, wrong);
       if constexpr (D > 0) {
         add_derivatives<kDegree, D>(call, pairs, rows.get());
       } else {
@@ -348,14 +266,10 @@ void copy_columns(const Real* columns, int64_t count, Row* rows) {
     for (int a = 0; a < 4; ++a) rows[row][a] = columns[a * count + row];
 }
 
-inline __attribute__((always_inline)) double sum_of(const Row& v) {
-  return (v[0] + v[2]) + (v[1] + v[3]);
-}
-
 template <int kDegree>
-void differentiate_pairs(const Call& call, const Pairs& pairs, const Row* grad,
-                         const RealOutput& grad_d) {
-  for (uint64_t j = 0; j < pairs.count; ++j) {
+void differentiate_pairs(const Call& call, const Neighbours& pairs, const Row* grad,
+                         const RealResults& grad_d) {
+  for (int64_t j = 0; j < pairs.count; ++j) {
     const Pair pair = pairs[j];
     const Row* from = grad + pair.place();
     Row of_R{}, of_weights{};
@@ -364,13 +278,13 @@ void differentiate_pairs(const Call& call, const Pairs& pairs, const Row* grad,
       of_R += pair[kWeights + b] * from[b];
       of_weights += pair[kSlopes + b] * from[b];
     }
-    const Kind& kind = call.constants.get()[pair.kind()];
+    const Kind& kind = call.constants.get()[pairs.kind()[j]];
     of_R[0] += sum_of(of_weights * environment_row(kind, pair)) * kind.cells_per_unit;
     of_R *= row_of(kind.scale);
-    const Row d{0, pair[kX], pair[kY], pair[kZ]};
+    const Row d{0, pairs.x(0)[j], pairs.x(1)[j], pairs.x(2)[j]};
     const double of_r = of_R[0] * pair[kSlopeOfS] + sum_of(of_R * d) * pair[kSlopeOfSOverR];
     const Row of_d = of_r * d + pair[kSOverR] * of_R;
-    grad_d.visit(3 * pair.slot(), [&](auto* to) {
+    grad_d.visit(3 * pairs.slot()[j], [&](auto* to) {
       for (int c = 0; c < 3; ++c) to[c] = of_d[c + 1];
     });
   }
@@ -393,33 +307,31 @@ namespace {
 
 // Write the gradient of the derivatives along D directions.
 template <int kDegree, int D>
-void differentiate_derivatives(const Call& call, const Pairs& pairs, const Row* grad,
-                               const RealOutput& grad_d) {
+void differentiate_derivatives(const Call& call, const Neighbours& pairs, const Row* grad,
+                               const RealResults& grad_d) {
   double directions[D][3], of_d[3];
-  for (uint64_t j = 0; j < pairs.count; ++j) {
-    const Pair pair = pairs[j];
-    const double d[3] = {pair[kX], pair[kY], pair[kZ]};
-    RealInput(call.along, call.is_float32).visit(3 * D * pair.slot(), [&](const auto* from) {
-      std::copy_n(from, 3 * D, directions[0]);
-    });
-    const Upstream upstream{grad + pair.kind() * call.functions};
-    gradient<kDegree, D>(call.constants.get()[pair.kind()], call.cutoff, call.cells, d, directions,
-                         upstream, of_d);
-    grad_d.visit(3 * pair.slot(), [&](auto* to) { std::copy_n(of_d, 3, to); });
+  for (int64_t j = 0; j < pairs.count; ++j) {
+    const double d[3] = {pairs.x(0)[j], pairs.x(1)[j], pairs.x(2)[j]};
+    call.along.visit(3 * D * pairs.slot()[j],
+                     [&](const auto* from) { std::copy_n(from, 3 * D, directions[0]); });
+    const Upstream upstream{grad + pairs.kind()[j] * call.functions};
+    gradient<kDegree, D>(call.constants.get()[pairs.kind()[j]], call.cutoff, call.cells, d,
+                         directions, upstream, of_d);
+    grad_d.visit(3 * pairs.slot()[j], [&](auto* to) { std::copy_n(of_d, 3, to); });
   }
 }
 
 template <int kDegree, int D>
-int64_t differentiate(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
+int64_t differentiate(const Call& call, const Reals& grad, const RealResults& grad_d) {
   return parallel_first(call.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    Pairs pairs(call.slots);
+    Neighbours pairs(call.slots);
     const Scratch<Row> rows(call.rows);
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
       grad.visit(4 * atom * call.rows,
                  [&](const auto* columns) { copy_columns(columns, call.rows, rows.get()); });
       grad_d.set_zero(3 * atom * call.slots, 3 * call.slots);
-      call.find(call, atom, pairs, wrong);
+      call.finder.find(atom, pairs, wrong);
       if constexpr (D > 0) {
         differentiate_derivatives<kDegree, D>(call, pairs, rows.get(), grad_d);
       } else {
@@ -446,40 +358,33 @@ int64_t choose(const Call& call, const F& f) {
   return call.directions == 2 ? of_directions(Constant<2>()) : of_directions(Constant<3>());
 }
 
-int64_t sum(const Call& call, const RealOutput& P) {
-  return choose(call, [&](auto degree, auto D) { return sum<degree(), D()>(call, P); });
+template <class Real, class Index>
+int64_t environment_spline(SplineInputs<Real, Index> in, View<Real, 4> P) {
+  const Call call(in);
+  return choose(call,
+                [&](auto degree, auto D) { return sum<degree(), D()>(call, RealResults(P.data)); });
 }
 
-int64_t differentiate(const Call& call, const RealInput& grad, const RealOutput& grad_d) {
+template <class Real, class Index>
+int64_t environment_spline_backward(View<const Real, 4> grad, SplineInputs<Real, Index> in,
+                                    View<Real, 3> grad_d) {
+  const Call call(in);
   return choose(call, [&](auto degree, auto D) -> int64_t {
     if constexpr (D() < kMostDirections)
-      return differentiate<degree(), D()>(call, grad, grad_d);
+      return differentiate<degree(), D()>(call, Reals(grad.data), RealResults(grad_d.data));
     else
       return kNone;  // refused in environment_spline.cpp
   });
 }
 
+const Kernel kCpu("_environment_spline_along", environment_spline<float, int32_t>,
+                  environment_spline<float, int64_t>, environment_spline<double, int32_t>,
+                  environment_spline<double, int64_t>);
+const Kernel kBackwardCpu("_environment_spline_backward",
+                          environment_spline_backward<float, int32_t>,
+                          environment_spline_backward<float, int64_t>,
+                          environment_spline_backward<double, int32_t>,
+                          environment_spline_backward<double, int64_t>);
+
 }  // namespace
-
-template <class Real, class Index>
-int64_t environment_spline_cpu(const SplineInputs<Real, Index>& in, Real* P) {
-  return sum(Call(in), P);
-}
-
-template <class Real, class Index>
-int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>& in, const Real* grad,
-                                        Real* grad_d) {
-  return differentiate(Call(in), grad, grad_d);
-}
-
-#define INSTANTIATE(Real, Index)                                                                  \
-  template int64_t environment_spline_cpu(const SplineInputs<Real, Index>&, Real*);               \
-  template int64_t environment_spline_backward_cpu(const SplineInputs<Real, Index>&, const Real*, \
-                                                   Real*);
-INSTANTIATE(float, int32_t)
-INSTANTIATE(float, int64_t)
-INSTANTIATE(double, int32_t)
-INSTANTIATE(double, int64_t)
-#undef INSTANTIATE
-
 }  // namespace calcops::ops::environment_spline

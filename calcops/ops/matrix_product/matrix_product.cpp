@@ -1,7 +1,4 @@
-// matrix_product: its contract, its derivatives, and the conversion of a call's views to the
-// kernels' structs.
-#include "matrix_product/matrix_product.h"
-
+// matrix_product: its contract and its derivatives.
 #include <calcops/no_loops.h>
 #include <calcops/operator.h>
 
@@ -31,11 +28,11 @@ const Contract kContract(R"(
 matrix_product(Tensor x, Tensor weights) -> Tensor result
   Product of a matrix of many rows by a small one, x @ weights, as in layers of neural nets.
 
-  The operator is made for CPUs. The CUDA kernel is a plain tiled one.
+  Made for CPUs: the CUDA kernel is a plain tiled one.
 
-  Differentiable to any order in both, in reverse and in forward mode. Each result is summed in the
-  dtype of x and in the order of K: its bits depend neither on the other rows nor on the number of
-  threads. torch.mm computes the gradient for the weights, which is a sum over all rows.
+  Differentiable to any order in both, in reverse and forward mode. Each result is summed in the
+  dtype of x and in the order of K, so its bits depend neither on other rows nor on the number of
+  threads. The gradient for the weights, a sum over all rows, comes from torch.mm.
 
 x        [N, K]; float32 or float64; N*M < 2^40 on CUDA. The matrix of many rows.
 weights  [K, M]; like x. The small matrix. It should fit into the processor's cache.
@@ -43,26 +40,6 @@ result   [N, M]; like x.
 vmap     joins N
 )",
                          kDerivatives);
-
-template <class Real>
-void cpu(View<const Real, 2> x, View<const Real, 2> weights, View<Real, 2> y) {
-  matrix_product_cpu(Factors<Real>{x.shape[0], x.shape[1], weights.shape[1], x.data, weights.data},
-                     y.data);
-}
-
-const Kernel kCpu("matrix_product", cpu<float>, cpu<double>);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real>
-cudaError_t cuda(View<const Real, 2> x, View<const Real, 2> weights, View<Real, 2> y,
-                 cudaStream_t stream) {
-  return matrix_product_cuda(
-      Factors<Real>{x.shape[0], x.shape[1], weights.shape[1], x.data, weights.data}, y.data,
-      stream);
-}
-
-const Kernel kCuda("matrix_product", cuda<float>, cuda<double>);
-#endif
 
 }  // namespace
 }  // namespace calcops::ops::matrix_product

@@ -1,4 +1,6 @@
 // CUDA kernel of near_pairs: a warp packs the row of an atom, 32 slots at a time.
+#include <calcops/launch.h>
+
 #include <cmath>
 
 #include "near_pairs/near_pairs.h"
@@ -6,43 +8,46 @@
 namespace calcops::ops::near_pairs {
 namespace {
 
-constexpr int kWarp = 32, kThreads = 128, kWarps = kThreads / kWarp;
+constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 constexpr unsigned kAll = 0xffffffff;
 
-__global__ void __launch_bounds__(kThreads) near_pairs_kernel(List in, NearPairs out) {
+__global__ void __launch_bounds__(kThreads) near_pairs_kernel(Call call) {
+  const int64_t slots = call.slots(), room = call.room;
   const int lane = threadIdx.x % kWarp;
   const int64_t i = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-  if (i >= in.atoms) return;
-  const double square = in.cutoff * in.cutoff;
+  if (i >= call.atoms()) return;
+  const double square = call.cutoff * call.cutoff;
   double nearest = INFINITY;
   bool is_wrong = false;
   int64_t count = 0;
-  for (int64_t first = 0; first < in.slots; first += kWarp) {
-    const int64_t slot = i * in.slots + first + lane;
-    const int64_t j = first + lane < in.slots ? in.list_neigh[slot] : -1;
-    const int64_t image = j == -1 ? 0 : in.image[slot];
-    const bool exists = j >= 0 && j < in.natoms && image >= 0 && image < in.images;
+  for (int64_t first = 0; first < slots; first += kWarp) {
+    const int64_t slot = i * slots + first + lane;
+    const int64_t j = first + lane < slots ? call.list_neigh.data[slot] : -1;
+    const int64_t image = j == -1 ? 0 : call.image.data[slot];
+    const bool exists =
+        j >= 0 && j < call.positions.shape[0] && image >= 0 && image < call.offset.shape[0];
     is_wrong |= j != -1 && !exists;
     double d[3] = {};
     double r2 = INFINITY;
     if (exists) {
       for (int x = 0; x < 3; ++x)
-        d[x] = in.positions[3 * j + x] + in.offset[3 * image + x] - in.positions[3 * i + x];
+        d[x] = call.positions.data[3 * j + x] + call.offset.data[3 * image + x] -
+               call.positions.data[3 * i + x];
       r2 = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
     }
     nearest = r2 < nearest ? r2 : nearest;
     const bool is_near = exists && !(r2 >= square);
     const unsigned near_lanes = __ballot_sync(kAll, is_near);
     const int64_t place = count + __popc(near_lanes & ((1u << lane) - 1));
-    if (is_near && place < out.slots) {
-      out.near[i * out.slots + place] = j;
-      for (int x = 0; x < 3; ++x) out.Rij[3 * (i * out.slots + place) + x] = d[x];
+    if (is_near && place < room) {
+      call.near.data[i * room + place] = j;
+      for (int x = 0; x < 3; ++x) call.Rij.data[3 * (i * room + place) + x] = d[x];
     }
     count += __popc(near_lanes);
   }
-  for (int64_t place = count + lane; place < out.slots; place += kWarp) {
-    out.near[i * out.slots + place] = -1;
-    for (int x = 0; x < 3; ++x) out.Rij[3 * (i * out.slots + place) + x] = 0;
+  for (int64_t place = count + lane; place < room; place += kWarp) {
+    call.near.data[i * room + place] = -1;
+    for (int x = 0; x < 3; ++x) call.Rij.data[3 * (i * room + place) + x] = 0;
   }
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
     const double other = __shfl_xor_sync(kAll, nearest, lanes);
@@ -50,17 +55,16 @@ __global__ void __launch_bounds__(kThreads) near_pairs_kernel(List in, NearPairs
   }
   if (__any_sync(kAll, is_wrong)) nearest = NAN;
   if (lane == 0) {
-    out.count[i] = count;
-    out.nearest[i] = nearest;
+    call.count(i) = count;
+    call.nearest(i) = nearest;
   }
 }
 
-}  // namespace
-
-cudaError_t near_pairs_cuda(const List& in, const NearPairs& out, cudaStream_t stream) {
-  const int64_t blocks = (in.atoms + kWarps - 1) / kWarps;
-  if (blocks > 0) near_pairs_kernel<<<unsigned(blocks), kThreads, 0, stream>>>(in, out);
-  return cudaGetLastError();
+cudaError_t near_pairs(Call call, cudaStream_t stream) {
+  return launch(near_pairs_kernel, blocks_for(call.atoms(), kWarps), kThreads, stream, call);
 }
 
+const Kernel kCuda("near_pairs", near_pairs);
+
+}  // namespace
 }  // namespace calcops::ops::near_pairs

@@ -1,35 +1,38 @@
 // CPU kernel of screened_repulsion.
+#include <calcops/operator.h>
 #include <calcops/parallel.h>
 
-#include "screened_repulsion/screened_repulsion.h"
 #include "screened_repulsion/screened_repulsion_math.h"
 
 namespace calcops::ops::screened_repulsion {
+namespace {
 
 template <class Real>
-int64_t screened_repulsion_cpu(const Pairs<Real>& in, const Repulsion<Real>& out) {
+int64_t repulsion(View<const Real, 3> d, View<const int64_t, 2> kind, View<const Real, 2> table,
+                  View<Real, 1> energy, View<Real, 3> grad) {
   constexpr int64_t kGrain = 64;  // atoms for which another thread pays
-  return parallel_first(in.atoms, kGrain, [&](int64_t begin, int64_t end) {
+  const int64_t slots = kind.shape[1], kinds = table.shape[0];
+  return parallel_first(kind.shape[0], kGrain, [&](int64_t begin, int64_t end) {
     int64_t wrong = kNone;
     for (int64_t i = begin; i < end; ++i) {
-      double energy = 0;
-      for (int64_t slot = i * in.slots; slot < (i + 1) * in.slots; ++slot) {
-        Real* const grad = out.grad + 3 * slot;
-        const int64_t kind = in.kind[slot];
-        if (uint64_t(kind) < uint64_t(in.kinds)) {
-          add_pair(in.table + kNumbers * kind, in.d + 3 * slot, energy, grad);
+      double sum = 0;
+      for (int64_t slot = i * slots; slot < (i + 1) * slots; ++slot) {
+        Real* const grad_of_pair = grad.data + 3 * slot;
+        const int64_t k = kind.data[slot];
+        if (uint64_t(k) < uint64_t(kinds)) {
+          add_pair(table.data + kNumbers * k, d.data + 3 * slot, sum, grad_of_pair);
           continue;
         }
-        grad[0] = grad[1] = grad[2] = 0;
-        if (kind != -1) wrong = first_of(wrong, slot);
+        grad_of_pair[0] = grad_of_pair[1] = grad_of_pair[2] = 0;
+        if (k != -1) wrong = first_of(wrong, slot);
       }
-      out.energy[i] = Real(energy);
+      energy(i) = Real(sum);
     }
     return wrong;
   });
 }
 
-template int64_t screened_repulsion_cpu(const Pairs<float>&, const Repulsion<float>&);
-template int64_t screened_repulsion_cpu(const Pairs<double>&, const Repulsion<double>&);
+const Kernel kCpu("screened_repulsion", repulsion<float>, repulsion<double>);
 
+}  // namespace
 }  // namespace calcops::ops::screened_repulsion

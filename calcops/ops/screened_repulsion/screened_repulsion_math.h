@@ -5,9 +5,9 @@
 
 #include <cmath>
 
-#include "screened_repulsion/screened_repulsion.h"
-
 namespace calcops::ops::screened_repulsion {
+
+constexpr int kNumbers = 10;  // of a kind: inner, outer, a1, b1, a2, b2, a3, b3, a4, b4
 
 // Add the energy of a pair at a vector d to `energy`, and write its gradient for d to `grad`. `row`
 // is that of the pair's kind.

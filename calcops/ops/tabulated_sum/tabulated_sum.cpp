@@ -130,18 +130,17 @@ tabulated_sum(Tensor x, Tensor R, Tensor kind, Tensor table, Tensor grid,
               SymInt order=0) -> Tensor result
   Sums over neighbours of tabulated functions, such as compressed embedding nets.
 
-  Each kind of neighbour has M functions g_m, which are piecewise polynomials of degree 5. Outside
-  the grid they continue as straight lines, on which an infinite x counts as 1e30. The result is
+  Each kind of pair has M functions g_m, piecewise polynomials of degree 5. Outside the grid they
+  continue as straight lines, on which an infinite x counts as 1e30. The result is
   T[i][a][m] = sum_s R[i][s][a] g_m(x[i][s]). Nothing of the size n*K*M is stored.
 
-  Differentiable to any order in x and R, in reverse and in forward mode; not in table and grid. An
+  Differentiable to any order in x and R, in reverse and forward mode; not in table and grid. An
   empty slot adds exactly nothing, whatever its values, and its gradients are exactly 0.
   Deterministic: blocks of slots are summed in the order of the slots, and the blocks' sums are
   added in float64.
 
-  A kind that does not exist is an error on the CPU. On CUDA the sums of its atom become NaN. With
-  CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call then waits for the
-  GPU.
+  A kind that doesn't exist is an error on the CPU. On CUDA the sums of its atom become NaN; with
+  CALCOPS_CHECK=1, which makes each call wait for the GPU, it's an error there too.
 
 _tabulated_sum_backward(Tensor grad_result, Tensor x, Tensor R, Tensor kind, Tensor table,
                         Tensor grid, SymInt order, bool[2] output_mask) -> (Tensor x, Tensor R)
@@ -151,74 +150,20 @@ x       [n, K]; float32 or float64; n < 2^31 on CUDA; n*K < 2^32 on CUDA. Argume
         the functions, such as the smoothed inverse distance of each neighbour.
 R       [n, K, 4]; like x. The rows that are summed, such as those of the environment matrix.
 kind    [n, K]; int32 or int64; entries -1 or 0 <= kind < kinds at atom, slot. The kind of each
-        neighbour; -1: an empty slot, anywhere.
+        pair, such as the neighbour's type or both types; -1: an empty slot, anywhere.
 table   [kinds, cells, 6, M]; like x; constant; cells >= 1. In a cell
         g_m(x) = sum_k table[kind][cell][k][m] t^k, where t is the distance of x from the cell's
         beginning.
-grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each of equal cells.
-        The five numbers are the first part's beginning, cell width and end, and the second part's
-        cell width and end. Each part holds a whole number of cells. If both ends are equal, there
-        is no second part.
+grid    [kinds, 5]; float64; constant. Each kind's cells are in two parts, each with cells of equal
+        width: where the first part begins, its cell width and end, and the second part's cell
+        width and end. Each part has a whole number of cells. If both ends are equal, there is no
+        second part.
 order   0 to 2^40. The sums are over the derivative of g_m of this order.
 result  [n, 4, M]; like x.
 grad_result  [n, 4, M]; like x.
 vmap    joins n
 )",
                          kDerivatives);
-
-// ---- from views to the structs of tabulated_sum.h -----------------------------------------------
-
-template <class Number, int rank>
-using In = View<const Number, rank>;
-
-template <class Real, class Index>
-SumInputs<Real, Index> inputs(In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind, In<Real, 4> table,
-                              In<double, 2> grid, int64_t order) {
-  return {x.shape[0], x.shape[1], table.shape[0], table.shape[1], table.shape[3], order,
-          x.data,     R.data,     kind.data,      table.data,     grid.data};
-}
-
-template <class Real, class Index>
-int64_t cpu(In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind, In<Real, 4> table, In<double, 2> grid,
-            int64_t order, View<Real, 3> T) {
-  return tabulated_sum_cpu(inputs(x, R, kind, table, grid, order), T.data);
-}
-
-template <class Real, class Index>
-int64_t backward_cpu(In<Real, 3> grad, In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind,
-                     In<Real, 4> table, In<double, 2> grid, int64_t order, View<Real, 2> grad_x,
-                     View<Real, 3> grad_R) {
-  return tabulated_sum_backward_cpu(inputs(x, R, kind, table, grid, order), grad.data,
-                                    SumGradients<Real>{grad_x.data, grad_R.data});
-}
-
-const Kernel kCpu("tabulated_sum", cpu<float, int32_t>, cpu<float, int64_t>, cpu<double, int32_t>,
-                  cpu<double, int64_t>);
-const Kernel kBackwardCpu("_tabulated_sum_backward", backward_cpu<float, int32_t>,
-                          backward_cpu<float, int64_t>, backward_cpu<double, int32_t>,
-                          backward_cpu<double, int64_t>);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real, class Index>
-cudaError_t cuda(In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind, In<Real, 4> table,
-                 In<double, 2> grid, int64_t order, View<Real, 3> T, cudaStream_t stream) {
-  return tabulated_sum_cuda(inputs(x, R, kind, table, grid, order), T.data, stream);
-}
-
-template <class Real, class Index>
-cudaError_t backward_cuda(In<Real, 3> grad, In<Real, 2> x, In<Real, 3> R, In<Index, 2> kind,
-                          In<Real, 4> table, In<double, 2> grid, int64_t order,
-                          View<Real, 2> grad_x, View<Real, 3> grad_R, cudaStream_t stream) {
-  return tabulated_sum_backward_cuda(inputs(x, R, kind, table, grid, order), grad.data,
-                                     SumGradients<Real>{grad_x.data, grad_R.data}, stream);
-}
-
-const Kernel kCuda("tabulated_sum", cuda<float, int32_t>, cuda<float, int64_t>,
-                   cuda<double, int32_t>, cuda<double, int64_t>);
-const Kernel kBackwardCuda("_tabulated_sum_backward", backward_cuda<float, int32_t>,
-                           backward_cuda<float, int64_t>, backward_cuda<double, int32_t>,
-                           backward_cuda<double, int64_t>);
-#endif
 
 }  // namespace
 }  // namespace calcops::ops::tabulated_sum

@@ -18,11 +18,8 @@
 // CUDA. The blocks' sums are added in float64.
 #pragma once
 
-#include <cstdint>
-
-#ifndef CALCOPS_NO_CUDA
-#include <cuda_runtime_api.h>
-#endif
+#include <calcops/numbers.h>
+#include <calcops/operator.h>
 
 namespace calcops::ops::tabulated_sum {
 
@@ -30,34 +27,25 @@ constexpr int kPart = 16;  // filled slots whose sum the CPU kernel adds at once
 
 template <class Real, class Index>
 struct SumInputs {
-  int64_t atoms, slots, kinds, cells, functions, order;  // n, K, kinds, cells, M
-  const Real* x;                                         // [n, K]
-  const Real* R;                                         // [n, K, 4]
-  const Index* kind;                                     // [n, K]; -1: empty
-  const Real* table;                                     // [kinds, cells, 6, M]
-  const double* grid;                                    // [kinds, 5]
+  View<const Real, 2> x;       // [n, K]
+  View<const Real, 3> R;       // [n, K, 4]
+  View<const Index, 2> kind;   // [n, K]; -1: empty
+  View<const Real, 4> table;   // [kinds, cells, 6, M]
+  View<const double, 2> grid;  // [kinds, 5]
+  int64_t order;
+
+  CALCOPS_HD int64_t atoms() const { return x.shape[0]; }
+  CALCOPS_HD int64_t slots() const { return x.shape[1]; }
+  CALCOPS_HD int64_t kinds() const { return table.shape[0]; }
+  CALCOPS_HD int64_t cells() const { return table.shape[1]; }
+  CALCOPS_HD int64_t functions() const { return table.shape[3]; }
 };
 
-// Gradients of a scalar for x and R; nullptr: not wanted.
+// Gradients of a scalar for x and R, if they are wanted.
 template <class Real>
 struct SumGradients {
-  Real* x;
-  Real* R;
+  View<Real, 2> x;
+  View<Real, 3> R;
 };
-
-// Both return the first slot whose kind does not exist, or -1.
-template <class Real, class Index>
-int64_t tabulated_sum_cpu(const SumInputs<Real, Index>& in, Real* T);
-template <class Real, class Index>
-int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real* grad,
-                                   const SumGradients<Real>& out);
-
-#ifndef CALCOPS_NO_CUDA
-template <class Real, class Index>
-cudaError_t tabulated_sum_cuda(const SumInputs<Real, Index>& in, Real* T, cudaStream_t stream);
-template <class Real, class Index>
-cudaError_t tabulated_sum_backward_cuda(const SumInputs<Real, Index>& in, const Real* grad,
-                                        const SumGradients<Real>& out, cudaStream_t stream);
-#endif
 
 }  // namespace calcops::ops::tabulated_sum

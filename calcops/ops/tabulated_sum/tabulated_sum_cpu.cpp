@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "simd.h"
 #include "tabulated_sum/tabulated_sum.h"
 #include "tabulated_sum/tabulated_sum_math.h"
 
@@ -17,11 +18,10 @@ constexpr int64_t kAtomsPerThread = 8;
 // A block of functions.
 template <class Real>
 struct Block {
-  typedef Real type __attribute__((vector_size(64), aligned(sizeof(Real))));
   static constexpr int kSize = 64 / sizeof(Real);
 };
 template <class Real>
-using Vector = typename Block<Real>::type;
+using Vector = typename LooseVector<Real, 64>::type;
 
 // Load a block of numbers. With kIsWhole == false, M is less than a block: load `count` numbers,
 // followed by zeros.
@@ -70,23 +70,23 @@ template <class Real, class Index>
 int64_t find_pairs(const SumInputs<Real, Index>& in, int64_t atom, bool gradient, Pair<Real>* pairs,
                    int64_t& wrong) {
   int64_t count = 0;
-  const int64_t begin = atom * in.slots;
-  for (int64_t slot = begin; slot < begin + in.slots; ++slot) {
-    const int64_t kind = in.kind[slot];
-    if (uint64_t(kind) >= uint64_t(in.kinds)) {
+  const int64_t begin = atom * in.slots();
+  for (int64_t slot = begin; slot < begin + in.slots(); ++slot) {
+    const int64_t kind = in.kind.data[slot];
+    if (uint64_t(kind) >= uint64_t(in.kinds())) {
       if (kind != -1 && wrong == kNone) wrong = slot;
       continue;
     }
     Pair<Real>& pair = pairs[count++];
     double w[kPowers], next[kPowers];
-    const int64_t cell = weights(in.grid + 5 * kind, in.cells, double(in.x[slot]), in.order, w,
-                                 gradient ? next : nullptr);
+    const int64_t cell = weights(in.grid.data + 5 * kind, in.cells(), double(in.x.data[slot]),
+                                 in.order, w, gradient ? next : nullptr);
     for (int k = 0; k < kPowers; ++k) {
       pair.w[k] = Real(w[k]);
       if (gradient) pair.next[k] = Real(next[k]);
     }
-    for (int a = 0; a < 4; ++a) pair.R[a] = in.R[4 * slot + a];
-    pair.coefficients = in.table + (kind * in.cells + cell) * kPowers * in.functions;
+    for (int a = 0; a < 4; ++a) pair.R[a] = in.R.data[4 * slot + a];
+    pair.coefficients = in.table.data + (kind * in.cells() + cell) * kPowers * in.functions();
     pair.slot = slot;
   }
   return count;
@@ -170,7 +170,7 @@ inline __attribute__((always_inline)) double sum_of(const Vector<Real>& block) {
   Row sum = rows[0];
 #pragma GCC unroll 4
   for (int l = 1; l < kSize / 4; ++l) sum += rows[l];
-  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+  return calcops::sum_of(sum);
 }
 
 // Copy an atom's upstream gradient [4, M] block by block. Functions that a block repeats get 0, so
@@ -223,52 +223,49 @@ void differentiate(const Pair<Real>& pair, const Pair<Real>& next_pair, int64_t 
     }
     of_x += along * slope;
   }
-  if (out.x) out.x[pair.slot] = Real(sum_of<Real>(of_x));
-  for (int a = 0; a < 4 && out.R; ++a) out.R[4 * pair.slot + a] = Real(sum_of<Real>(of_R[a]));
+  if (out.x) out.x.data[pair.slot] = Real(sum_of<Real>(of_x));
+  for (int a = 0; a < 4 && out.R; ++a) out.R.data[4 * pair.slot + a] = Real(sum_of<Real>(of_R[a]));
 }
 
-}  // namespace
-
 template <class Real, class Index>
-int64_t tabulated_sum_cpu(const SumInputs<Real, Index>& in, Real* T) {
-  const int64_t M = in.functions;
+int64_t sum(SumInputs<Real, Index> in, View<Real, 3> T) {
+  const int64_t M = in.functions();
   const bool is_whole = M >= Block<Real>::kSize;
-  const auto sum = !is_whole       ? sum_pairs<false, false, Real>
-                   : in.order == 0 ? sum_pairs<true, true, Real>
-                                   : sum_pairs<false, true, Real>;
-  return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    const Scratch<Pair<Real>> pairs(in.slots);
+  const auto write = !is_whole       ? sum_pairs<false, false, Real>
+                     : in.order == 0 ? sum_pairs<true, true, Real>
+                                     : sum_pairs<false, true, Real>;
+  return parallel_first(in.atoms(), kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    const Scratch<Pair<Real>> pairs(in.slots());
     const Scratch<Rows<Real>> sums(M / Block<Real>::kSize + 1);
     const Scratch<double> totals(4 * (M + Block<Real>::kSize));
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
       const int64_t count = find_pairs(in, atom, /*gradient=*/false, pairs.get(), wrong);
-      sum(pairs.get(), count, M, sums.get(), totals.get(), T + 4 * atom * M);
+      write(pairs.get(), count, M, sums.get(), totals.get(), T.data + 4 * atom * M);
     }
     return wrong;
   });
 }
 
 template <class Real, class Index>
-int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real* grad,
-                                   const SumGradients<Real>& out) {
-  const int64_t M = in.functions;
+int64_t backward(View<const Real, 3> grad, SumInputs<Real, Index> in, SumGradients<Real> out) {
+  const int64_t M = in.functions();
   const bool is_whole = M >= Block<Real>::kSize;
   const auto copy = is_whole ? copy_by_blocks<true, Real> : copy_by_blocks<false, Real>;
   const auto pass_back = !is_whole       ? differentiate<false, false, Real>
                          : in.order == 0 ? differentiate<true, true, Real>
                                          : differentiate<false, true, Real>;
-  return parallel_first(in.atoms, kAtomsPerThread, [&](int64_t begin, int64_t end) {
-    const Scratch<Pair<Real>> scratch(in.slots);
+  return parallel_first(in.atoms(), kAtomsPerThread, [&](int64_t begin, int64_t end) {
+    const Scratch<Pair<Real>> scratch(in.slots());
     const Scratch<Rows<Real>> upstream(M / Block<Real>::kSize + 1);
     Pair<Real>* pairs = scratch.get();
     int64_t wrong = kNone;
     for (int64_t atom = begin; atom < end; ++atom) {
-      const int64_t first = atom * in.slots;
-      if (out.x) std::fill_n(out.x + first, in.slots, Real(0));
-      if (out.R) std::fill_n(out.R + 4 * first, 4 * in.slots, Real(0));
+      const int64_t first = atom * in.slots();
+      if (out.x) std::fill_n(out.x.data + first, in.slots(), Real(0));
+      if (out.R) std::fill_n(out.R.data + 4 * first, 4 * in.slots(), Real(0));
       const int64_t count = find_pairs(in, atom, /*gradient=*/true, pairs, wrong);
-      copy(grad + 4 * atom * M, M, upstream.get());
+      copy(grad.data + 4 * atom * M, M, upstream.get());
       for (int64_t j = 0; j < count; ++j)
         pass_back(pairs[j], pairs[std::min(j + 1, count - 1)], M, upstream.get(), out);
     }
@@ -276,14 +273,11 @@ int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>& in, const Real*
   });
 }
 
-#define INSTANTIATE(Real, Index)                                                          \
-  template int64_t tabulated_sum_cpu(const SumInputs<Real, Index>&, Real*);               \
-  template int64_t tabulated_sum_backward_cpu(const SumInputs<Real, Index>&, const Real*, \
-                                              const SumGradients<Real>&);
-INSTANTIATE(float, int32_t)
-INSTANTIATE(float, int64_t)
-INSTANTIATE(double, int32_t)
-INSTANTIATE(double, int64_t)
-#undef INSTANTIATE
+const Kernel kSumCpu("tabulated_sum", sum<float, int32_t>, sum<float, int64_t>,
+                     sum<double, int32_t>, sum<double, int64_t>);
+const Kernel kBackwardCpu("_tabulated_sum_backward", backward<float, int32_t>,
+                          backward<float, int64_t>, backward<double, int32_t>,
+                          backward<double, int64_t>);
 
+}  // namespace
 }  // namespace calcops::ops::tabulated_sum

@@ -274,8 +274,8 @@ struct Pass {
   static constexpr Parameter parameter{kKindOf<P>};
   static_assert(__is_enum(P) || kKindOf<P> != Parameter::kChoice,
                 "a kernel takes View, Strided, int64_t, double, const pointers to these, bool, "
-                "an enumeration, List, Workspace& and cudaStream_t, but no int, size_t, float or "
-                "const View&");
+                "an enumeration, List, Workspace&, cudaStream_t and structs of these, but no int, "
+                "size_t, float or const View&");
   static P from(const Slot& slot) {
     if constexpr (kKindOf<P> == Parameter::kFloat)
       return slot.real;
@@ -338,27 +338,121 @@ template <class Value>
 void watch(const Value&, int, WrongIndex*) {}
 #endif
 
+// A parameter may also be a struct whose members are parameters, in the order of the schema. A
+// Member becomes a value of any type, so that braces of Members fill a struct.
+template <class Source>
+struct Member {
+  Source& source;
+  template <class P>
+  operator P() const {
+    return source.template next<P>();
+  }
+};
+struct AnyMember {
+  template <class P>
+  operator P() const;
+};
+
+// The number of a struct's members: one less than the fewest that braces do not accept.
+template <class Struct, class = void, class... Members>
+struct MembersOf {
+  static constexpr int count = int(sizeof...(Members)) - 1;
+};
+template <class Struct, class... Members>
+struct MembersOf<Struct, decltype(void(Struct{Members()...})), Members...>
+    : MembersOf<Struct, void, Members..., AnyMember> {};
+
+template <class P>
+constexpr bool kIsStruct = __is_class(P) && kKindOf<P> == Parameter::kChoice;
+template <class Number, int rank, Layout layout>
+constexpr bool kIsStruct<Strided<Number, rank, layout>> = false;
+
+// The number of parameters that P stands for.
+template <class P>
+constexpr int count_of() {
+  if constexpr (kIsStruct<P>) {
+    static_assert(
+        __is_aggregate(P) && MembersOf<P>::count > 0,
+        "a kernel's struct has public members, no references, no base and no constructor");
+    return MembersOf<P>::count;
+  } else {
+    return 1;
+  }
+}
+
+template <class Struct, class Source, class... Members>
+Struct filled(Source& source, Members... members) {
+  if constexpr (sizeof...(Members) < count_of<Struct>())
+    return filled<Struct>(source, members..., Member<Source>{source});
+  else
+    return Struct{members...};
+}
+
+// Writes the descriptions of parameters.
+struct Describer {
+  Parameter* to;
+
+  template <class P>
+  void describe() {
+    if constexpr (kIsStruct<P>)
+      filled<P>(*this);
+    else
+      *to++ = Pass<P>::parameter;
+  }
+  template <class P>
+  P next() {
+    static_assert(!kIsStruct<P>,
+                  "a member of a kernel's struct is a parameter, not another struct");
+    describe<P>();
+    return P{};
+  }
+};
+
+// Reads the values of parameters.
+struct Reader {
+  const Slot* from;
+  const Slot* end;
+  int count = 0;
+
+  template <class P>
+  P next() {
+    if constexpr (kIsStruct<P>) {
+      return filled<P>(*this);
+    } else {
+      P value = Pass<P>::from(*from++);
+#ifdef CALCOPS_CHECK_INDICES
+      watch(value, count, static_cast<WrongIndex*>(end->data));
+#endif
+      ++count;
+      return value;
+    }
+  }
+};
+
 template <class Result, class... P>
 struct Caller {
   static_assert(__is_same(Result, void) || __is_same(Result, int64_t) || __is_enum(Result),
                 "a kernel returns void or int64_t on the CPU, and cudaError_t on CUDA");
   using Function = Result (*)(P...);
-  static constexpr Parameter parameters[sizeof...(P)] = {Pass<P>::parameter...};
+  static constexpr int kCount = (count_of<P>() + ... + 0);
+
+  static const Parameter* parameters() {
+    static Parameter all[unsigned(kCount)];
+    Describer describer{all};
+    (describer.describe<P>(), ...);
+    return all;
+  }
 
   static Outcome run(void (*function)(), const Slot* slots) {
-    const auto next = [&]() -> const Slot& { return *slots++; };
+    Reader reader{slots, slots + kCount};
     // Braces evaluate their elements in order, which parentheses do not.
-    return Run{reinterpret_cast<Function>(function), Pass<P>::from(next())..., slots}.outcome;
+    return Run{reinterpret_cast<Function>(function), reader.next<P>()...}.outcome;
   }
 
  private:
   struct Run {
     Outcome outcome;
-    Run(Function function, P... values, [[maybe_unused]] const Slot* behind) {
-#ifdef CALCOPS_CHECK_INDICES
-      int parameter = 0;
-      (watch(values, parameter++, static_cast<WrongIndex*>(behind->data)), ...);
-#endif
+    Run(Function function, P... values) {
       if constexpr (__is_same(Result, void))
         function(values...);
       else
@@ -538,8 +632,8 @@ struct Kernel {
     using Call = Caller<Result, P...>;
     KernelEntry entry{op.text,
                       kNamespace,
-                      Call::parameters,
-                      int(sizeof...(P)),
+                      Call::parameters(),
+                      Call::kCount,
                       !__is_same(Result, void),
                       &Call::run,
                       reinterpret_cast<void (*)()>(function),

@@ -1,11 +1,7 @@
 // Cases for the CPU kernels of density.
-#include "density/density.h"
-
 #include "driver.h"
 
 namespace calcops {
-using namespace ops::density;
-
 namespace {
 
 struct Size {
@@ -27,18 +23,24 @@ void run_case(Results& results, const Size& size) {
   const std::vector<double> grid{0, 1.2, 0.5, 2};
   std::vector<Real> A(harmonics * n * functions), grad_d(3 * n * K), grad_table(table.size());
 
-  const DensityInputs<Real, Index> in{
-      n, K,        kKinds,      rows,         functions,    harmonics,
-      D, d.data(), kind.data(), along.data(), table.data(), grid.data()};
+  const std::vector<Argument> in{
+      {d, {n, K, 3}},      {kind, {n, K}}, {table, {kKinds, rows, functions}},
+      {grid, {kKinds, 2}}, harmonics,      {along, {n, K, D, 3}}};
+  std::vector<Argument> forward = in, backward = in, of_table = in;
+  forward.push_back({A, {harmonics, n, functions}});
+  for (auto* arguments : {&backward, &of_table})
+    arguments->insert(arguments->begin(), {grad, {harmonics, n, functions}});
+  backward.push_back({grad_d, {n, K, 3}});
+  of_table.push_back({grad_table, {kKinds, rows, functions}});
   const std::string name = type_name<Real>() + ' ' + type_name<Index>() + ' ' + std::to_string(K) +
                            ' ' + std::to_string(functions) + ' ' + std::to_string(harmonics) + ' ' +
                            std::to_string(D);
-  results.add(name + " bad", std::vector<int64_t>{density_cpu(in, A.data())});
+  results.add(name + " bad", std::vector<int64_t>{call("_density_along", forward)});
   results.add(name + " A", A);
-  density_table_backward_cpu(in, grad.data(), grad_table.data());
+  call("_density_table_backward", of_table);
   results.add(name + " table", grad_table);
-  if (D == kMostDirections) return;
-  density_backward_cpu(in, grad.data(), grad_d.data());
+  if (D == 3) return;  // the most
+  call("_density_backward", backward);
   results.add(name + " d", grad_d);
 }
 

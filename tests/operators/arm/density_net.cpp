@@ -1,11 +1,7 @@
 // Cases for the CPU kernel of density_net.
-#include "density_net/density_net.h"
-
 #include "driver.h"
 
 namespace calcops {
-using namespace ops::density_net;
-
 namespace {
 
 template <class Real>
@@ -27,11 +23,20 @@ void run_case(Results& results, int64_t F, int64_t K) {
   const auto bias = random.numbers<Real>(kNets);
   std::vector<Real> energy(kAtoms), grad_radial(kAtoms * kRadials);
   std::vector<Real> grad_A(kHarmonics * kAtoms * F);
-  density_net_cpu(
-      Inputs<Real>{kAtoms, F, kHarmonics, kRadials, kInvariants, kTerms, kNets, K, radial.data(),
-                   A.data(), net.data(), factors.data(), invariant.data(), coefficient.data(),
-                   w_radial.data(), w_angular.data(), b0.data(), w1.data(), bias.data()},
-      NetResults<Real>{energy.data(), grad_radial.data(), grad_A.data()});
+  call("density_net", {{radial, {kAtoms, kRadials}},
+                       {A, {kHarmonics, kAtoms, F}},
+                       {net, {kAtoms}},
+                       {factors, {kTerms, 4}},
+                       {invariant, {kTerms}},
+                       {coefficient, {kTerms}},
+                       {w_radial, {kNets, kRadials, K}},
+                       {w_angular, {kNets, kInvariants, F, K}},
+                       {b0, {kNets, K}},
+                       {w1, {kNets, K}},
+                       {bias, {kNets}},
+                       {energy, {kAtoms}},
+                       {grad_radial, {kAtoms, kRadials}},
+                       {grad_A, {kHarmonics, kAtoms, F}}});
   const std::string name = type_name<Real>() + ' ' + std::to_string(F) + ' ' + std::to_string(K);
   results.add("energy " + name, energy);
   results.add("grad_radial " + name, grad_radial);

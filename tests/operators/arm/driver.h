@@ -7,12 +7,15 @@
 // The tolerance of a float64 is 1e-13, relative to itself or to the root mean square of its array.
 // That of a float32 is an ulp of these. Integers must be equal.
 //
-// run() in an operator's file passes the results of its kernel to Results::add.
+// run() in an operator's file calls its kernels and passes their results to Results::add.
 #pragma once
+
+#include <calcops/operator.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -20,6 +23,7 @@
 #include <sstream>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace at {
@@ -123,6 +127,52 @@ std::string type_name() {
                      : std::is_signed_v<Number>       ? "int"
                                                       : "uint";
   return kind + std::to_string(8 * sizeof(Number));
+}
+
+// ---- the runtime's part: kernels register themselves, and are called by their number types
+// --------
+
+inline std::vector<KernelEntry>& registered_kernels() {
+  static std::vector<KernelEntry> kernels;
+  return kernels;
+}
+void add_kernel(const KernelEntry& kernel) { registered_kernels().push_back(kernel); }
+
+// An argument of a kernel: a number, or a tensor that is the memory of a vector.
+struct Argument {
+  Slot slot{};
+  Type type = Type::kNone;
+  std::vector<int64_t> shape;
+
+  template <class Number, class = std::enable_if_t<std::is_integral_v<Number>>>
+  Argument(Number number) {
+    slot.integer = int64_t(number);
+  }
+  Argument(double number) { slot.real = number; }
+  template <class Number>
+  Argument(const std::vector<Number>& numbers, std::vector<int64_t> shape_)
+      : type(TypeOf<Number>::value), shape(std::move(shape_)) {
+    slot.data = const_cast<Number*>(numbers.data());
+  }
+};
+
+// Call the kernel of `op` for the arguments' types. Return the position of a wrong entry, or -1.
+inline int64_t call(const std::string& op, std::vector<Argument> arguments) {
+  for (const KernelEntry& kernel : registered_kernels()) {
+    bool fits = op == kernel.op && kernel.count == int(arguments.size());
+    for (int k = 0; fits && k < kernel.count; ++k)
+      fits = kernel.parameters[k].type == arguments[k].type;
+    if (!fits) continue;
+    std::vector<Slot> slots;
+    for (const Argument& argument : arguments) {
+      slots.push_back(argument.slot);
+      // Kernels of contiguous tensors do not read the strides.
+      slots.back().shape = slots.back().stride = argument.shape.data();
+    }
+    return kernel.run(kernel.function, slots.data()).wrong;
+  }
+  std::fprintf(stderr, "%s has no kernel for these types\n", op.c_str());
+  std::exit(2);
 }
 
 void run(Results& results);  // the operator's cases

@@ -1,12 +1,10 @@
 // Cases for the CPU kernels of environment_spline.
-#include "environment_spline/environment_spline.h"
-
 #include "driver.h"
 
 namespace calcops {
-using namespace ops::environment_spline;
-
 namespace {
+
+enum Spline { kQuintic, kCubic };  // as in the contract
 
 struct Size {
   int64_t atoms, slots, functions, directions;
@@ -28,15 +26,26 @@ void run_case(Results& results, const Size& size, Spline spline) {
   const std::vector<double> grid{0.5, 6, 1, 4};
   std::vector<Real> P(4 * n * kKinds * functions), grad_d(3 * n * K);
 
-  const SplineInputs<Real, Index> in{
-      n,           K,           kKinds,      functions, D,   d.data(), kind.data(), along.data(),
-      davg.data(), dstd.data(), grid.data(), 0.4,       1.2, spline};
+  const std::vector<Argument> in{{d, {n, K, 3}},
+                                 {kind, {n, K}},
+                                 {davg, {kKinds, 4}},
+                                 {dstd, {kKinds, 4}},
+                                 {grid, {kKinds, 2}},
+                                 functions,
+                                 0.4,
+                                 1.2,
+                                 int64_t(spline),
+                                 {along, {n, K, D, 3}}};
+  std::vector<Argument> forward = in, backward = in;
+  forward.push_back({P, {n, 4, kKinds, functions}});
+  backward.insert(backward.begin(), {grad, {n, 4, kKinds, functions}});
+  backward.push_back({grad_d, {n, K, 3}});
   const std::string name = type_name<Real>() + ' ' + type_name<Index>() + ' ' + std::to_string(K) +
                            ' ' + std::to_string(functions) + ' ' + std::to_string(D) + ' ' +
-                           (spline == Spline::kCubic ? "cubic" : "quintic");
-  results.add(name + " bad", std::vector<int64_t>{environment_spline_cpu(in, P.data())});
+                           (spline == kCubic ? "cubic" : "quintic");
+  results.add(name + " bad", std::vector<int64_t>{call("_environment_spline_along", forward)});
   results.add(name + " P", P);
-  environment_spline_backward_cpu(in, grad.data(), grad_d.data());
+  call("_environment_spline_backward", backward);
   results.add(name + " d", grad_d);
 }
 
@@ -44,7 +53,7 @@ void run_case(Results& results, const Size& size, Spline spline) {
 
 void run(Results& results) {
   for (const Size& size : {Size{1, 1, 6, 0}, {3, 7, 9, 1}, {40, 33, 20, 0}, {5, 9, 20, 2}})
-    for (const Spline spline : {Spline::kQuintic, Spline::kCubic}) {
+    for (const Spline spline : {kQuintic, kCubic}) {
       run_case<float, int32_t>(results, size, spline);
       run_case<double, int64_t>(results, size, spline);
     }

@@ -1,11 +1,7 @@
 // Cases for the CPU kernel of matrix_product.
-#include "matrix_product/matrix_product.h"
-
 #include "driver.h"
 
 namespace calcops {
-using namespace ops::matrix_product;
-
 namespace {
 
 struct Size {
@@ -18,7 +14,7 @@ void run_case(Results& results, const Size& size) {
   Random random;
   const auto x = random.numbers<Real>(N * K), weights = random.numbers<Real>(K * M);
   std::vector<Real> y(N * M);
-  matrix_product_cpu(Factors<Real>{N, K, M, x.data(), weights.data()}, y.data());
+  call("matrix_product", {{x, {N, K}}, {weights, {K, M}}, {y, {N, M}}});
   results.add(type_name<Real>() + ' ' + std::to_string(N) + ' ' + std::to_string(M), y);
 }
 

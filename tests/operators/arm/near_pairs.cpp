@@ -1,10 +1,7 @@
 // Cases for the CPU kernel of near_pairs.
-#include "near_pairs/near_pairs.h"
-
 #include "driver.h"
 
 namespace calcops {
-using namespace ops::near_pairs;
 
 void run(Results& results) {
   constexpr int64_t kAtoms = 70, kSlots = 33, kImages = 3;
@@ -19,9 +16,16 @@ void run(Results& results) {
   for (const int64_t slots : {0, 5, 33}) {
     std::vector<int64_t> near(kAtoms * slots), count(kAtoms);
     std::vector<double> Rij(3 * kAtoms * slots), nearest(kAtoms);
-    near_pairs_cpu({kAtoms, kSlots, positions.data(), list_neigh.data(), image.data(),
-                    offset.data(), kAtoms, kImages, 1.5},
-                   {slots, near.data(), Rij.data(), count.data(), nearest.data()});
+    call("near_pairs", {{positions, {kAtoms, 3}},
+                        {list_neigh, {kAtoms, kSlots}},
+                        {image, {kAtoms, kSlots}},
+                        {offset, {kImages, 3}},
+                        1.5,
+                        slots,
+                        {near, {kAtoms, slots}},
+                        {Rij, {kAtoms, slots, 3}},
+                        {count, {kAtoms}},
+                        {nearest, {kAtoms}}});
     const std::string name = std::to_string(slots);
     results.add("near " + name, near);
     results.add("count " + name, count);

@@ -1,11 +1,7 @@
 // Cases for the CPU kernel of screened_repulsion.
-#include "screened_repulsion/screened_repulsion.h"
-
 #include "driver.h"
 
 namespace calcops {
-using namespace ops::screened_repulsion;
-
 namespace {
 
 template <class Real>
@@ -17,8 +13,11 @@ void run_case(Results& results) {
   std::vector<int64_t> kind(kAtoms * kSlots);
   for (int64_t slot = 0; slot < kAtoms * kSlots; ++slot) kind[slot] = slot % 5 == 0 ? -1 : 0;
   std::vector<Real> energy(kAtoms), grad(3 * kAtoms * kSlots);
-  screened_repulsion_cpu(Pairs<Real>{kAtoms, kSlots, 1, d.data(), kind.data(), table.data()},
-                         Repulsion<Real>{energy.data(), grad.data()});
+  call("screened_repulsion", {{d, {kAtoms, kSlots, 3}},
+                              {kind, {kAtoms, kSlots}},
+                              {table, {1, 10}},
+                              {energy, {kAtoms}},
+                              {grad, {kAtoms, kSlots, 3}}});
   results.add("energy " + type_name<Real>(), energy);
   results.add("grad " + type_name<Real>(), grad);
 }

@@ -1,11 +1,7 @@
 // Cases for the CPU kernels of tabulated_sum.
-#include "tabulated_sum/tabulated_sum.h"
-
 #include "driver.h"
 
 namespace calcops {
-using namespace ops::tabulated_sum;
-
 namespace {
 
 struct Size {
@@ -26,13 +22,19 @@ void run_case(Results& results, const Size& size, int64_t order) {
   const std::vector<double> grid{-0.75, 0.25, -0.25, 0.5, 0.75, -0.5, 0.25, 0.75, 1, 0.75};
   std::vector<Real> T(4 * n * M), of_x(n * K), of_R(4 * n * K);
 
-  const SumInputs<Real, Index> in{n,        K,        kKinds,      kCells,       M,          order,
-                                  x.data(), R.data(), kind.data(), table.data(), grid.data()};
+  const std::vector<Argument> in{{x, {n, K}},         {R, {n, K, 4}},
+                                 {kind, {n, K}},      {table, {kKinds, kCells, 6, M}},
+                                 {grid, {kKinds, 5}}, order};
+  std::vector<Argument> forward = in, backward = in;
+  forward.push_back({T, {n, 4, M}});
+  backward.insert(backward.begin(), {grad, {n, 4, M}});
+  backward.push_back({of_x, {n, K}});
+  backward.push_back({of_R, {n, K, 4}});
   const std::string name = type_name<Real>() + ' ' + type_name<Index>() + ' ' + std::to_string(K) +
                            ' ' + std::to_string(M) + ' ' + std::to_string(order);
-  results.add(name + " bad", std::vector<int64_t>{tabulated_sum_cpu(in, T.data())});
+  results.add(name + " bad", std::vector<int64_t>{call("tabulated_sum", forward)});
   results.add(name + " T", T);
-  tabulated_sum_backward_cpu(in, grad.data(), SumGradients<Real>{of_x.data(), of_R.data()});
+  call("_tabulated_sum_backward", backward);
   results.add(name + " x", of_x);
   results.add(name + " R", of_R);
 }

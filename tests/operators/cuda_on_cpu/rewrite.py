@@ -14,6 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 LIBRARIES = "ops", "calcops/ops"
+LAUNCH = ROOT / "contracts" / "include" / "calcops" / "launch.h"
 _ENDINGS = ".h", ".cpp", ".cu", ".py"
 
 
@@ -30,7 +31,7 @@ def kernels(text):
 
 def barriers():
     """Yield (source, line) of each barrier, in the order of their fault numbers."""
-    for path in sources():
+    for path in (*sources(), LAUNCH):
         text = path.read_text()
         for match in _BARRIER.finditer(text):
             yield path, text.count("\n", 0, match.start()) + 1
@@ -104,17 +105,17 @@ def host(text):
 
 
 def library_texts():
-    """Return {path: text} of the libraries' files and of the examples' CUDA sources.
+    """Return {path: text} of the libraries' files, of launch.h and of the examples' CUDA sources.
 
     Each barrier has a number, and is left out in a run for the fault of this number: see
     barriers().
     """
-    paths = sources()
+    paths = [*sources(), LAUNCH]
     for library in LIBRARIES:
         paths += [*ROOT.glob(f"{library}/*.*"), *ROOT.glob(f"{library}/*/*.*")]
     texts = {path: path.read_text() for path in paths if path.suffix in _ENDINGS}
     number = itertools.count(FIRST_BARRIER)
-    for path in sources():
+    for path in (*sources(), LAUNCH):
         texts[path] = _BARRIER.sub(
             lambda m: f"if (!cuda_on_cpu::fault({next(number)})) {m[0]}", texts[path]
         )
@@ -148,7 +149,9 @@ def write_checkout(folder):
         if place.parts[-3] == "examples":  # a part of the core's library in this checkout
             place = folder / "ops" / path.parent.name / path.name
         place.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".py":
+        if path == LAUNCH:
+            place.write_text(emulated(text))
+        elif path.suffix == ".py":
             place.write_text(text)
         elif path.suffix != ".cu":
             place.write_text(host(text))

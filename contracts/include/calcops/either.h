@@ -2,6 +2,8 @@
 // both.
 #pragma once
 
+#include <calcops/numbers.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
@@ -15,10 +17,10 @@ class Either {
   Either(Narrow* numbers) : narrow_(numbers) {}
   Either(Wide* numbers) : wide_(numbers) {}
 
-  // Call f(pointer to the numbers), which is compiled for each type.
+  // Call f(pointer to number i), which is compiled for each type.
   template <class F>
-  void visit(const F& f) const {
-    wide_ ? f(wide_) : f(narrow_);
+  CALCOPS_HD_INLINED inline void visit(int64_t i, const F& f) const {
+    wide_ ? f(wide_ + i) : f(narrow_ + i);
   }
 
   Wide operator[](int64_t i) const { return wide_ ? wide_[i] : Wide(narrow_[i]); }
@@ -32,14 +34,14 @@ class Either {
 
   // Write `count` numbers from position `begin` on, rounded to the type of the array.
   void write(int64_t begin, const Wide* from, int64_t count) const {
-    visit([&](auto* numbers) {
-      for (int64_t k = 0; k < count; ++k) numbers[begin + k] = from[k];
+    visit(begin, [&](auto* numbers) {
+      for (int64_t k = 0; k < count; ++k) numbers[k] = from[k];
     });
   }
 
-  // Write zero to the first `count` numbers.
-  void set_zero(int64_t count) const {
-    visit([&](auto* numbers) { std::fill_n(numbers, count, 0); });
+  // Write zero to `count` numbers from position `begin` on.
+  void set_zero(int64_t begin, int64_t count) const {
+    visit(begin, [&](auto* numbers) { std::fill_n(numbers, count, 0); });
   }
 
   // Return the pointer of the type of the argument.
