@@ -9,13 +9,11 @@ bulk modulus     101.42 GPa; published: 101.4, E. R. Cowley, PRL 60, 2379 (1988)
 
 import os
 
-import numpy as np
 import torch
-import vesin
 from ase import units
 from ase.build import bulk
+from calcops.potentials.neighbours import neighbours
 from matplotlib import pyplot as plt
-from torch.nn.utils.rnn import pad_sequence
 
 import calcops_jit
 
@@ -24,14 +22,10 @@ kEpsilon, kSigma, kCut, kLattice = 2.1683, 2.0951, 1.80 * 2.0951, 5.43095  # eV,
 kA, kB, kLambda, kGamma, kCosine = 7.049556277, 0.6022245584, 21.0, 1.20, -1 / 3
 
 
-def neighbours(atoms):
+def lists_of(atoms):
     """1. The list: list_neigh [1,n,K], -1 in empty slots; shift [1,n,K,3], what to add to r_j."""
-    finder = vesin.NeighborList(cutoff=kCut + 0.5, full_list=True, sorted=True)
-    i, j, S = finder.compute(atoms.positions, atoms.cell.array, True, "ijS")
-    rows = np.bincount(i.astype(int)).tolist()
-    list_neigh = pad_sequence(torch.from_numpy(j.astype(int)).split(rows), True, -1)
-    shift = pad_sequence(torch.from_numpy(S @ atoms.cell.array).split(rows), True)
-    return list_neigh[None], shift[None]
+    positions, cell = torch.tensor(atoms.positions), torch.tensor(atoms.cell.array)
+    return neighbours(positions[None], cell[None], kCut + 0.5)
 
 
 def pair_vectors(list_neigh, shift, positions, deformation):
@@ -72,13 +66,13 @@ if __name__ == "__main__":
     eye = torch.eye(3, dtype=torch.float64)
     atoms = bulk("Si", "diamond", a=kLattice, cubic=True).repeat(6)
     atoms.rattle(0.1, seed=0)
-    lists, x = neighbours(atoms), torch.from_numpy(atoms.positions).requires_grad_()
+    lists, x = lists_of(atoms), torch.from_numpy(atoms.positions).requires_grad_()
     energy, force, _ = evaluate(lists[0], pair_vectors(*lists, x, eye))
     (slope,) = torch.autograd.grad(energy.sum(), x)
     off, largest = (force[0] + slope).abs().max(), slope.abs().max()
     # A perfect crystal, stretched by s in 61 frames: pressure and its derivative by s.
     atoms = bulk("Si", "diamond", a=kLattice, cubic=True)
-    lists, x = neighbours(atoms), torch.from_numpy(atoms.positions)
+    lists, x = lists_of(atoms), torch.from_numpy(atoms.positions)
     s = torch.linspace(-0.03, 0.03, 61, dtype=torch.float64, requires_grad=True)
     Rij = pair_vectors(*lists, x, (1 + s)[:, None, None, None] * eye)
     energy, _, virial = evaluate(lists[0].expand(61, -1, -1), Rij)

@@ -5,7 +5,7 @@
     model = load("frozen_model.pth")        # in Python
 
 The command reads .pth, .pt, .dp and .yaml, also compressed ones, and writes .pt2, .pt and .npz.
-DeepPotential is that of ../train. An option that it does not compute is an error.
+An option that it does not compute is an error.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from calcops.deepmd.deep_potential import DeepPotential, quick_form
 from calcops.deepmd.formats import read
+from calcops.deepmd.nets import kActivations, net, save_npz
 from calcops.potentials.package import save
-from calcops.train.deep_potential import DeepPotential, quick_form
-from calcops.train.weights import kActivations, net, save_npz
 
 # Options that DeepPotential uses, that follow from the weights, or that only training uses. All
 # others have to be off.
@@ -254,12 +254,12 @@ def numbered(name, nets):
 def main():
     """Run the command."""
     parser = argparse.ArgumentParser(prog="calcops deepmd", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, help="what DeePMD-kit wrote: .pth, .pt, .dp or .yaml")
+    parser.add_argument("model", type=Path, help="a file of DeePMD-kit: .pth, .pt, .dp or .yaml")
     parser.add_argument("output", type=Path, help=".pt2, .pt or .npz")
     parser.add_argument(
         "--tabulated", action="store_true", help="splines or tables instead of embedding nets"
     )
-    parser.add_argument("--float32-nets", action="store_true", help="nets compute in float32")
+    parser.add_argument("--float32-nets", action="store_true", help="compute the nets in float32")
     options = parser.parse_args()
     model = quick_form(load(options.model), options)
     if options.output.suffix == ".npz":

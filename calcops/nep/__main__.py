@@ -1,4 +1,4 @@
-"""Read a nep.txt of GPUMD and write a package (.pt2) or an archive (.pt) of it.
+"""Convert a nep.txt of GPUMD to a package (.pt2) or an archive (.pt).
 
 calcops nep nep.txt si.pt2
 """
@@ -17,11 +17,11 @@ def main():
     parser.add_argument("model", type=Path, help="a nep.txt of version 3 or 4")
     parser.add_argument("output", type=Path, help=".pt2 or .pt")
     parser.add_argument("--types", nargs="+", metavar="Si", help="only these types, in this order")
+    parser.add_argument("--cells", type=int, default=kCells, help="cells of each radial spline")
     parser.add_argument(
-        "--cells", type=int, default=kCells, help="of the splines of radial functions"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of a package"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of a package")
-    parser.add_argument("--float32", action="store_true", help="a model of float32 numbers")
+    parser.add_argument("--float32", action="store_true", help="write a float32 model")
     options = parser.parse_args()
     if options.cells < 4:
         raise ValueError(f"expected --cells of at least 4, got {options.cells}")

@@ -3,7 +3,7 @@
     file = read("nep.txt")
     write(file, "own.txt")
 
-A file has a head of lines with keywords, then a number a line: the nets, the energies that are
+A file has a head of lines with keywords, then one number per line: the nets, the energies that are
 subtracted, the coefficients c of the radial functions, the factors of the descriptor, and the
 parameters of a flexible ZBL. MatPL writes an energy for each type, GPUMD a single one.
 
@@ -247,7 +247,7 @@ class _Lines:
         return next(iter(self), [""])
 
     def numbers(self, counts):
-        """Return all numbers of the rest of the file, one a line, as many as one of `counts`."""
+        """Return the numbers in the rest of the file, one per line, as many as one of `counts`."""
         head = self.number
         with warnings.catch_warnings(action="ignore"):  # if there are none
             try:
@@ -267,7 +267,9 @@ class _Lines:
             if self.number <= head:
                 continue
             if len(words) > 1:
-                raise ValueError(f"expected a number a line after the head, got {' '.join(words)}")
+                raise ValueError(
+                    f"expected one number per line after the head, got {' '.join(words)}"
+                )
             yield _number(words[0])
 
 

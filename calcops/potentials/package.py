@@ -156,7 +156,7 @@ def scripted(model):
         what = ", ".join(names) or "a forward in TorchScript, Python's typed subset"
         raise ValueError(
             f"expected a model that torch.jit.script compiles, as an archive (.pt) needs: {what}; "
-            "a package (.pt2) takes any code"
+            "a package (.pt2) accepts any code"
         ) from error
 
 
@@ -371,6 +371,9 @@ class Package:
     def open(self, device):
         """Open the file."""
         if self.path.suffix == ".pt2":
+            # PyTorch 2.10 uses this module here, and does not import it.
+            from torch._inductor import codecache  # noqa: F401
+
             self.run = torch._inductor.aoti_load_package(str(self.path))
         else:
             self.run = torch.jit.load(self.path, device)

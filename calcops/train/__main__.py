@@ -1,21 +1,21 @@
-"""Train a Deep Potential or a NEP on your own frames, by the force operators.
+"""Train a Deep Potential or a NEP on your own frames.
 
     calcops train frames.extxyz more.traj deepmd/data --folder water
     calcops train frames.extxyz --model nep
     calcops train frames.extxyz --settings settings.toml --steps 100000
     torchrun --nproc-per-node 2 -m calcops train frames.extxyz --batch 4
 
-Frames are folders of DeePMD-kit, or files that ASE reads. Such files have energy (eV), forces
-(eV/A) and optionally stress (eV/A^3). The same command, given again, goes on from the checkpoint.
-The results in --folder, `trained/water` for water.extxyz, are
+Frames are DeePMD-kit's folders, or files that ASE reads, with energy (eV), forces (eV/A) and
+optionally stress (eV/A^3). To resume from the checkpoint, give the same command again. The results
+in --folder, `trained/water` for water.extxyz, are
 
     checkpoint.pt   the last state     log.csv      errors every --every steps
     model.npz       the model          loss.png     errors of the training batches
     model.pt2       its package        parity.png   predictions over labels: --test, or held out
 
-The model of --model nep is nep.txt, which GPUMD and NEP_CPU read, too.
+With --model nep, the model is nep.txt, which GPUMD and NEP_CPU read, too.
 
-settings.toml has the options below as keys, with _ for -. Options of the command take precedence.
+settings.toml has the options below as keys, with _ for -. Command-line options take precedence.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from calcops.deepmd.deep_potential import DeepPotential
 from calcops.nep.nep_file import check_limits
 from calcops.train import report
 from calcops.train.datasets import frames_of, is_lone_atom, read
-from calcops.train.deep_potential import DeepPotential
 from calcops.train.first_model import first_model, pairs_of
 from calcops.train.labels import weights_in_words
 from calcops.train.loop import Run, identity_of, locked, option
@@ -68,9 +68,9 @@ def arguments():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("frames", nargs="*", help="files that ASE reads, folders of DeePMD-kit")
+    add("frames", nargs="*", help="files that ASE reads, or DeePMD-kit's folders")
     add("--settings", type=Path, help="a TOML file")
-    add("--folder", type=Path, help="for what is written; default: trained/NAME of the frames")
+    add("--folder", type=Path, help="for the results; default: trained/NAME of the frames")
     add(
         "--start",
         type=Path,
@@ -78,12 +78,17 @@ def arguments():
     )
 
     add = parser.add_argument_group("the frames").add_argument
-    add("--held-out", type=float, default=0.1, help="share of the frames that are not trained on")
-    add("--validate", nargs="+", default=[], help="frames to hold out in place of a share")
+    add(
+        "--held-out",
+        type=float,
+        default=0.1,
+        help="share of the frames to hold out of the training",
+    )
+    add("--validate", nargs="+", default=[], help="frames to hold out instead of a share")
     add("--test", nargs="+", default=[], help="frames for the errors of the finished model")
     for label, unit in (("energy", "eV"), ("forces", "eV/A"), ("stress", "eV/A^3")):
         add(f"--{label}-key", help=f"name of the {label} ({unit}) in the files; default: ASE's")
-    add("--virial-key", help="name of the virial (eV), in place of the stress")
+    add("--virial-key", help="name of the virial (eV), instead of the stress")
 
     add = parser.add_argument_group("the model, unless --start gives it").add_argument
     add("--model", choices=kModels, help="default: deep-potential; with --start nep.txt: nep")
@@ -107,9 +112,9 @@ def arguments():
         "--n-max",
         type=int,
         nargs=2,
-        help="radial functions less 1, of the radial and the angular part; default: 8 6",
+        help="radial functions minus 1, in the radial and the angular part; default: 8 6",
     )
-    add("--basis-size", type=int, nargs=2, help="functions of their basis less 1; default: 8 8")
+    add("--basis-size", type=int, nargs=2, help="functions of their basis minus 1; default: 8 8")
     add(
         "--l-max",
         type=int,
@@ -117,7 +122,7 @@ def arguments():
         help="largest l of the three-body part, 2 for q_222 or 0, 1 for q_1111 or 0; "
         "default: 4 0 0",
     )
-    add("--neurons", type=int, help="of the net of each element; default: 40")
+    add("--neurons", type=int, help="in each element's net; default: 40")
 
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=int, default=40000, help="default: 40000")
@@ -131,14 +136,14 @@ def arguments():
         "--rates",
         type=float,
         nargs=2,
-        help="at the first and the last step; default: 1e-2 0, with --start 1e-3 0",
+        help="learning rates at the first and the last step; default: 1e-2 0, with --start 1e-3 0",
     )
     add(
         "--weights",
         type=float,
         nargs=3,
         metavar=("E", "F", "V"),
-        help="of the squared errors of energy/atom (eV), force (eV/A) and virial/atom (eV); "
+        help="weights of squared errors of energy/atom (eV), force (eV/A), virial/atom (eV); "
         "default: by how much the labels vary",
     )
     add("--every", type=int, default=1000, help="steps between two checkpoints")
@@ -147,7 +152,7 @@ def arguments():
     add(
         "--tabulated",
         action="store_true",
-        help="in the package, replace embedding nets by splines or tables",
+        help="in the package, replace embedding nets with splines or tables",
     )
     add("--float32-nets", action="store_true", help="in the package, compute nets in float32")
     return parser

@@ -1,9 +1,9 @@
 """The model that a training begins with: a new one, or one that was trained before."""
 
 import torch
+from calcops.deepmd.deep_potential import DeepPotential, load_npz
 from calcops.nep.nep_file import read
 from calcops.train.datasets import elements_of, frames_of
-from calcops.train.deep_potential import DeepPotential, load_npz
 from calcops.train.nep_parameters import TrainedNep, new_nep
 from calcops.train.pairs import Pairs
 from calcops.train.trainer import Data, Squares

@@ -249,7 +249,7 @@ def virial_of(image, results, source):
     difference = np.abs(tensors.get("virial", virial) - virial).max() / len(image)
     if not difference <= kVirialTolerance:
         raise ValueError(
-            f"expected a virial of -stress * volume, got {difference:.3g} eV/atom beside it "
+            f"expected a virial of -stress * volume, got one {difference:.3g} eV/atom off "
             f"in {source}; --stress-key or --virial-key names the right one"
         )
     return tensors.get("virial", virial)

@@ -10,10 +10,10 @@ import time
 from contextlib import contextmanager, suppress
 
 import numpy as np
+from calcops.deepmd.deep_potential import quick_form
 from calcops.potentials.package import save
 from calcops.train import report
 from calcops.train.datasets import frames_of
-from calcops.train.deep_potential import quick_form
 from calcops.train.plots import plot_loss, plot_parity
 from calcops.train.trainer import Data, Squares, clipped, errors_of, mean_without_nan, squares_of
 from tqdm import tqdm
@@ -46,7 +46,7 @@ def locked(folder):
     except BlockingIOError:
         os.close(descriptor)
         raise ValueError(
-            f"another training is at work in {folder}: wait for it, or take another --folder"
+            f"another training is running in {folder}: wait for it, or take another --folder"
         ) from None
     except OSError:
         pass
@@ -156,12 +156,12 @@ class Run:
         except Exception as error:  # of torch.load and load_state_dict
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"cannot go on from {self.checkpoint}: {reason}; "
+                f"cannot resume from {self.checkpoint}: {reason}; "
                 "take another --folder, or remove it"
             ) from None
         if np.isfinite(self.losses()).any() and not self.model_file.exists():
             raise ValueError(
-                f"expected {self.model_file}, the model until now, beside {self.checkpoint}; "
+                f"expected {self.model_file}, the best model so far, next to {self.checkpoint}; "
                 "take another --folder, or remove the checkpoint"
             )
 
@@ -219,7 +219,7 @@ class Run:
                     trainer.save(self.checkpoint)
             raise SystemExit(
                 f"stopped after {len(trainer.history)} of {last} steps; "
-                f"the same command goes on from {self.checkpoint}"
+                f"the same command resumes from {self.checkpoint}"
             ) from None
         done = len(trainer.history)
         if is_first and (not trainer.records or trainer.records[-1][0] < done):

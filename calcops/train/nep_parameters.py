@@ -15,11 +15,11 @@ The maps are exact, so that a nep.txt gives the same results.
 
 import numpy as np
 import torch
+from calcops.deepmd.deep_potential import least_energies
 from calcops.nep.model import Nep, load
 from calcops.nep.nep_file import NepFile, check_limits, kMostNeighbours, write
 from calcops.nep.radial_splines import radial_basis
-from calcops.train.neighbours import neighbours, pair_vectors
-from calcops.train.weights import least_energies
+from calcops.potentials.neighbours import neighbours, pair_vectors
 
 kLeastVariance = 1e-3  # of a radial function over the distances, in units of the largest
 kLeastDeviation = 1e-3  # of a number of the descriptor, in units of its root mean square

@@ -2,19 +2,8 @@
 
 import numpy as np
 import torch
-from calcops.train.neighbours import neighbours, pair_vectors
-
-
-def switch(r, smooth: float, cutoff: float):
-    """Return w(r) and dw/dr of a Deep Potential, for distances of any shape.
-
-    w is 1 up to `smooth` and 0 beyond the cutoff. In between, q goes from 0 to 1 and
-    w = 1 + q^3 (-6 q^2 + 15 q - 10).
-    """
-    width = cutoff - smooth
-    q = ((r - smooth) / width).clamp(0, 1)
-    w = 1 + q**3 * (-6 * q**2 + 15 * q - 10)
-    return w, -30 * (q * (1 - q)).square() / width
+from calcops.deepmd.deep_potential import switch
+from calcops.potentials.neighbours import neighbours, pair_vectors
 
 
 class Pairs:
@@ -37,7 +26,7 @@ class Pairs:
         smooth: where the switch begins, in A.
 
     Raises:
-        ValueError: two atoms are in one place, or a frame is of a shape that cannot be searched.
+        ValueError: two atoms are in the same place, or a frame cannot be searched for its shape.
     """
 
     def __init__(self, frames, sources, ntypes, cutoff, smooth):
@@ -68,7 +57,7 @@ class Pairs:
         is_pair = (list_neigh[0] >= 0) & (r < self.cutoff)
         if (is_pair & (r == 0)).any():
             raise ValueError(
-                f"expected atoms apart from one another, got two in one place: {source}"
+                f"expected atoms in different places, got two in the same place: {source}"
             )
         s = switch(r, self.smooth, self.cutoff)[0] / r
         for c in range(len(self.atoms)):

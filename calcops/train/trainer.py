@@ -8,9 +8,9 @@ import os
 
 import numpy as np
 import torch
+from calcops.deepmd.deep_potential import least_energies
+from calcops.potentials.neighbours import neighbours, pair_vectors
 from calcops.train.muon import Muon
-from calcops.train.neighbours import neighbours, pair_vectors
-from calcops.train.weights import least_energies
 from torch import distributed
 from torch.func import functional_call
 from torch.nn.functional import pad
@@ -370,8 +370,8 @@ class Trainer:
         self.rows = []  # of the history but the last step
         self.unread = []  # a function that returns the row of the last step
         self.divergences = []
-        self.records = []  # what training.Run records, one list each time
-        self.identity = {}  # of the training, which its checkpoints keep: training.identity_of
+        self.records = []  # what loop.Run records, one list each time
+        self.identity = {}  # of the training, which its checkpoints keep: loop.identity_of
         self.start_loss = None  # the median of the first batches, before the first step
         self.good = None  # the state at the end of the last good window
 

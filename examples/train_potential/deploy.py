@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from ase import units
 from calcops.ase.calculator import CalcOps
+from calcops.deepmd.deep_potential import load_npz, quick_form
 from calcops.potentials.package import load, save
-from calcops.train.deep_potential import load_npz, quick_form
 from calcops.train.plots import plot_nve
 from make_frames import kCrystals
 from properties import simulate

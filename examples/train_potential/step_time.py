@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from calcops.deepmd.deep_potential import load_npz
 from calcops.train.datasets import frames_of, read
-from calcops.train.deep_potential import load_npz
 from calcops.train.trainer import Data, Trainer, components, differentiate, gradients_of_loss
 
 

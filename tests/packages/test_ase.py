@@ -162,7 +162,7 @@ def test_other_elements_atoms_at_one_place_and_other_units_are_refused():
     atoms = bulk("Si", cubic=True)
     atoms.positions[3] = atoms.positions[1]
     atoms.calc = CalcOps(StillingerWeber())
-    message = "expected atoms apart from one another, got atoms 1 and 3 in one place"
+    message = "expected atoms in different places, got atoms 1 and 3 in the same place"
     with pytest.raises(ValueError, match=message):
         atoms.get_forces()
     with pytest.raises(ValueError, match='expected a model with units "metal" or "lj", got real'):
@@ -210,7 +210,7 @@ def test_messages_about_several_structures_name_the_frame():
     with pytest.raises(ValueError, match=r"expected atoms of \['Ar'\], got Ne in frame 1$"):
         calc.calculate_batch([good, other])
     twice = Atoms("Ar2", [[0, 0, 0], [0, 0, 0]])
-    with pytest.raises(ValueError, match=r"got atoms 0 and 1 in one place in frame 1$"):
+    with pytest.raises(ValueError, match=r"got atoms 0 and 1 in the same place in frame 1$"):
         calc.calculate_batch([good, twice])
 
 

@@ -19,9 +19,11 @@ from ase.calculators.calculator import PropertyNotImplementedError  # noqa: E402
 from ase.db import connect  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
 from calcops.ase.second_derivatives import response  # noqa: E402
+from calcops.check import check  # noqa: E402
 from calcops.nep import load  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.potentials.stillinger_weber import StillingerWeber  # noqa: E402
+from structures import Morse  # noqa: E402
 
 FILE = ROOT / "tests/packages/nep_models/nep4.txt"
 
@@ -30,6 +32,12 @@ def silicon(seed=0, cells=1, a=5.43):
     atoms = bulk("Si", "diamond", a=a, cubic=True).repeat(cells)
     atoms.rattle(0.1, seed=seed)
     return atoms
+
+
+def test_an_energy_of_your_own_has_the_forces_and_the_stress_of_its_differences():
+    atoms = bulk("Cu", cubic=True)
+    atoms.symbols[0] = "Au"
+    check(CalcOps(Morse()), atoms, only=["forces", "stress", "supercell"])
 
 
 def test_unchanged_atoms_are_computed_once():

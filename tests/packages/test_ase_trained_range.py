@@ -14,9 +14,9 @@ for name in ("ase", "vesin"):
 
 from ase import Atoms  # noqa: E402
 from calcops.ase.calculator import CalcOps  # noqa: E402
+from calcops.deepmd.deep_potential import DeepPotential  # noqa: E402
 from calcops.potentials import StillingerWeber  # noqa: E402
 from calcops.potentials.package import load, save  # noqa: E402
-from calcops.train.deep_potential import DeepPotential  # noqa: E402
 from test_train import arrays  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

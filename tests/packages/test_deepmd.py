@@ -28,9 +28,9 @@ from calcops.__main__ import main  # noqa: E402
 from calcops.ase.calculator import CalcOps  # noqa: E402
 from calcops.deepmd.formats import read  # noqa: E402
 from calcops.deepmd.import_deepmd import DeepPotential, arrays, load, save_npz  # noqa: E402
+from calcops.deepmd.nets import kActivations  # noqa: E402
 from calcops.potentials import package  # noqa: E402
 from calcops.train.trainer import Trainer  # noqa: E402
-from calcops.train.weights import kActivations  # noqa: E402
 from structures import atoms_of, inputs_of  # noqa: E402
 
 

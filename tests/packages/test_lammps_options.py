@@ -14,7 +14,7 @@ from lammps_plugin import MELT, SHAKE, SW, THERMO, Lammps, difference, tables
 
 pytest.importorskip("scipy")
 
-from calcops.train.deep_potential import DeepPotential  # noqa: E402
+from calcops.deepmd.deep_potential import DeepPotential  # noqa: E402
 from test_train import arrays  # noqa: E402
 
 pytestmark = pytest.mark.long  # a foreign program

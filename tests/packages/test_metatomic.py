@@ -11,7 +11,7 @@ mta = pytest.importorskip("metatomic.torch", reason="needs metatomic-torch", exc
 for name in ("ase", "vesin", "metatomic_ase"):
     pytest.importorskip(name, reason=f"needs {name}", exc_type=ImportError)
 from ase.build import bulk  # noqa: E402
-from calcops import nep  # noqa: E402
+from calcops import deepmd, nep  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
 from calcops.metatomic import Energies, export  # noqa: E402
 from calcops.potentials import LennardJones, StillingerWeber, load, save  # noqa: E402
@@ -23,11 +23,19 @@ from vesin import metatomic as vesin_metatomic  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-MODELS = ROOT / "tests" / "packages" / "nep_models"
+FOLDER = ROOT / "tests" / "packages"
+MODELS = FOLDER / "nep_models"
 
 
 def carbide():
     return LennardJones([0.01, 0.02], [2.0, 2.2], 5.0, units="metal", type_names=["Si", "C"])
+
+
+def water():
+    """Return a Deep Potential of water, with the names of the elements that are computed here."""
+    model = deepmd.load(FOLDER / "deepmd_models" / "pairs.pth")
+    model.type_names = ["Si", "C"]
+    return model
 
 
 def silicon(cells=1, carbon=()):
@@ -44,8 +52,9 @@ def silicon(cells=1, carbon=()):
         (nep.load(MODELS / "nep4.txt"), []),
         (nep.load(MODELS / "nep4.txt").float(), []),
         (carbide(), [1, 2, 5]),
+        (water(), [1, 2, 5]),
     ],
-    ids=["sw", "nep", "nep in float32", "two elements"],
+    ids=["sw", "nep", "nep in float32", "two elements", "deep potential"],
 )
 def test_an_exported_model_is_that_of_the_calculator(model, carbon, tmp_path):
     trainable = [parameter.requires_grad for parameter in model.parameters()]

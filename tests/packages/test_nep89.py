@@ -64,11 +64,12 @@ def test_a_model_of_all_elements_computes_tables_of_those_it_meets(models):
         np.testing.assert_allclose(result, other, rtol=1e-12, atol=1e-12)
 
 
-def test_the_example_of_the_page_prints_what_is_shown(models, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("page", ["README.md", "calcops/README.md", "calcops/nep/README.md"])
+def test_the_example_of_a_page_prints_what_is_shown(models, page, capsys, monkeypatch, tmp_path):
     """An archive stands for the package, which takes half a minute."""
     save(models[1], tmp_path / "nacl.pt")
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks("calcops/nep/README.md", "py")
+    example = blocks(page, "py")[0]
     capsys.readouterr()
     exec(example.replace("nacl.pt2", "nacl.pt"), {})
     assert f"# {capsys.readouterr().out}" in example

@@ -63,10 +63,64 @@ def test_only_the_packages_that_call_the_operators_load_them():
     for module, expected in {
         "calcops.potentials": False,
         "calcops.nep": True,
-        "calcops.train.deep_potential": True,
+        "calcops.deepmd.deep_potential": True,
     }.items():
         printed = run(sys.executable, "-c", script.format(module)).stdout
         assert printed == f"{expected}\n", module
+
+
+ONLY_ITS_EXTRA = """
+import importlib, importlib.metadata as metadata, os, re, sys, tomllib
+import torch, calcops.ops
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+
+def named(requirements, extra):
+    for text in requirements or ():
+        name, extras, marker = re.match(r"([\\w.-]+)(?:\\[([^]]*)\\])?[^;]*;?(.*)", text).groups()
+        if "extra ==" not in marker or re.search(f"extra == ['\\"]{extra}['\\"]", marker):
+            yield re.sub("[-_.]+", "-", name).lower(), (extras or "").split(",")
+
+def closure(name, extra, found):
+    if (name, extra) in found:
+        return found
+    found.add((name, extra))
+    own = project["dependencies"] + project["optional-dependencies"].get(extra, [])
+    try:
+        requirements = own if name == "calcops" else metadata.requires(name)
+    except metadata.PackageNotFoundError:  # optional, or for another system
+        return found
+    for other, extras in named(requirements, extra):
+        for each in extras:
+            closure(other, each, found)
+    return found
+
+class Missing:
+    def find_spec(self, module, path=None, target=None):
+        names = {re.sub("[-_.]+", "-", name).lower() for name in distributions.get(module, ())}
+        if names and not names & brought:
+            raise ModuleNotFoundError(f"{module} is in no extra of this package")
+
+distributions = metadata.packages_distributions()
+for module, extra in EXTRAS.items():
+    if not os.fork():
+        brought = {name for name, _ in closure("calcops", extra, set())}
+        sys.meta_path.insert(0, Missing())
+        importlib.import_module(module)
+        print(module, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+def test_an_extra_brings_what_its_package_imports():
+    extras = {"calcops.potentials": "no", "calcops.check": "ase"}
+    for name in ("ase", "nep", "deepmd", "train"):
+        extras[f"calcops.{name}"] = name
+    script = ONLY_ITS_EXTRA.replace("EXTRAS", repr(extras))
+    for line in run(sys.executable, "-c", script, cwd=HERE).stdout.split():
+        extras.pop(line)
+    assert not extras
 
 
 def test_calcops_build_0_leaves_out_only_the_operators_of_calcops_jit(two_libraries):

@@ -7,7 +7,7 @@ from calcops.potentials.blocks import call_in_blocks, check_entries, near_pairs
 from calcops.potentials.lennard_jones import LennardJones
 
 pytest.importorskip("vesin")
-from calcops.train.neighbours import neighbours, pair_vectors  # noqa: E402
+from calcops.potentials.neighbours import neighbours, pair_vectors  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CUTOFF = 2.5

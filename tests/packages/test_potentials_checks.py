@@ -296,7 +296,7 @@ class NoTorchScript(Graph):
 def test_an_archive_of_a_model_that_does_not_compile_is_refused_by_the_reason(
     model, words, tmp_path
 ):
-    with pytest.raises(ValueError, match=rf"\(\.pt\) needs: {words}; a package \(\.pt2\) takes"):
+    with pytest.raises(ValueError, match=rf"\(\.pt\) needs: {words}; a package \(\.pt2\) accepts"):
         save(model, tmp_path / "own.pt", **ABOUT)
     assert not list(tmp_path.iterdir())
 

@@ -1,5 +1,7 @@
 """Models of CalcOps in torch-sim, against the ASE calculator and torch-sim's own checks."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +12,14 @@ for name in ("ase", "vesin"):
 testing = pytest.importorskip("torch_sim.testing", reason="needs torch-sim 0.6")
 from ase import Atoms  # noqa: E402
 from ase.build import bulk, fcc111  # noqa: E402
+from calcops import deepmd, nep  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
 from calcops.potentials import LennardJones, StillingerWeber, load, save  # noqa: E402
 from calcops.torch_sim import CalcOpsModel  # noqa: E402
+from structures import Morse  # noqa: E402
 from torch_sim.models.interface import validate_model_outputs  # noqa: E402
 
+FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")
 NAMES = "Si Mg Fe C H Ar Cu Sb Ti O Ga Ni Ca Os N Al".split()
 
@@ -68,6 +73,26 @@ def test_crystals_of_torch_sim_are_those_of_the_calculator(name):
     testing.assert_model_calculator_consistency(
         CalcOpsModel(pair_model()), calculator, state, **tolerances
     )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Morse(),
+        nep.load(FOLDER / "nep_models/nep4_types.txt"),
+        deepmd.load(FOLDER / "deepmd_models/pairs.pth"),
+    ],
+    ids=["an energy of your own", "NEP", "Deep Potential"],
+)
+def test_every_kind_of_potential_gives_the_results_of_the_calculator(model):
+    structures = []
+    for seed, symbol in enumerate(model.type_names):
+        atoms = bulk("Cu", a=4.1, cubic=True).repeat(2)
+        atoms.rattle(0.1, seed=seed)
+        atoms.symbols[::2] = symbol
+        atoms.symbols[1::2] = model.type_names[0]
+        structures.append(atoms)
+    assert_same(CalcOpsModel(model)(state_of(*structures)), structures, CalcOps(model))
 
 
 def test_molecules_have_forces_and_no_stress():
@@ -138,7 +163,7 @@ def test_errors_name_the_system():
         model(state_of(good, other))
     other = good.copy()
     other.positions[5] = other.positions[2] + other.cell[0]
-    with pytest.raises(ValueError, match="got atoms 2 and 5 of system 1 in one place"):
+    with pytest.raises(ValueError, match="got atoms 2 and 5 of system 1 in the same place"):
         model(state_of(good, other))
     other.positions[5] = np.nan
     with pytest.raises(ValueError, match=r"finite positions, got \[nan.* in row 5 in system 1"):

@@ -13,8 +13,9 @@ from calcops.potentials import package
 
 pytest.importorskip("scipy")
 
-from calcops.train.deep_potential import DeepPotential, load_npz  # noqa: E402
-from calcops.train.weights import initial, save_npz  # noqa: E402
+from calcops.deepmd.deep_potential import DeepPotential, load_npz  # noqa: E402
+from calcops.deepmd.nets import save_npz  # noqa: E402
+from calcops.train.weights import initial  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

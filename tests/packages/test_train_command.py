@@ -17,10 +17,10 @@ from ase.calculators.singlepoint import SinglePointCalculator  # noqa: E402
 from ase.db import connect  # noqa: E402
 from ase.io import write  # noqa: E402
 from ase.stress import voigt_6_to_full_3x3_stress  # noqa: E402
+from calcops.deepmd.deep_potential import load_npz  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
 from calcops.train import loop  # noqa: E402
 from calcops.train.datasets import elements_of, frames_of, read  # noqa: E402
-from calcops.train.deep_potential import load_npz  # noqa: E402
 from calcops.train.first_model import first_model  # noqa: E402
 from calcops.train.trainer import (  # noqa: E402
     Data,
@@ -542,7 +542,9 @@ def test_a_stopped_training_writes_its_files_and_goes_on_bit_for_bit(alloys, run
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", step)
-        with pytest.raises(SystemExit, match="stopped after 7 of 20 steps; the same command goes"):
+        with pytest.raises(
+            SystemExit, match="stopped after 7 of 20 steps; the same command resumes"
+        ):
             run(alloys, *words, "stopped")
     run(alloys, *words, "stopped")
     ours, expected = (torch.load(f"{name}/checkpoint.pt") for name in ("stopped", "whole"))
@@ -596,7 +598,7 @@ def test_a_checkpoint_of_other_frames_is_refused(file, change, what, run):
     images = read([file])
     change(images)
     write(file, images)
-    message = f"cannot go on from .*checkpoint.pt: it has other {what}; take another --folder"
+    message = f"cannot resume from .*checkpoint.pt: it has other {what}; take another --folder"
     with pytest.raises(ValueError, match=message):
         run("frames.extxyz", "--validate", "held.extxyz")
     assert steps_of("trained/frames") == 4
@@ -666,7 +668,7 @@ def test_a_training_keeps_others_out_of_its_folder_until_it_ends(run, monkeypatc
     refusals = []
 
     def record(run, step, record=loop.Run.record):
-        message = "another training is at work in trained/frames: wait for it, or take another"
+        message = "another training is running in trained/frames: wait for it, or take another"
         with pytest.raises(ValueError, match=message), loop.locked(Path("trained/frames")):
             pass
         refusals.append(step)
@@ -699,7 +701,7 @@ def test_a_training_whose_log_is_gone_goes_on_and_writes_it_anew(is_finished, ru
 def test_a_checkpoint_whose_best_model_is_gone_is_refused(run):
     run("frames.extxyz")
     Path("trained/frames/model.npz").unlink()
-    message = "expected trained/frames/model.npz, the model until now, beside .*checkpoint.pt"
+    message = "expected trained/frames/model.npz, the best model so far, next to .*checkpoint.pt"
     with pytest.raises(ValueError, match=message):
         run("frames.extxyz")
 
@@ -839,5 +841,5 @@ def test_files_that_cannot_be_used_are_refused_with_the_reason(run):
         run("text.extxyz")
     Path("out").mkdir()
     Path("out/checkpoint.pt").write_bytes(b"PK truncated")
-    with pytest.raises(ValueError, match="cannot go on from .*checkpoint.pt: .*another --folder"):
+    with pytest.raises(ValueError, match="cannot resume from .*checkpoint.pt: .*another --folder"):
         run("frames.extxyz", "--folder", "out")

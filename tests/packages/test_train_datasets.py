@@ -157,7 +157,7 @@ def test_a_key_of_the_stress_or_the_virial_excludes_the_other():
         "energy=-1 REF_energy=-2": "one value of energy, got those of energy and REF_energy in .*"
         "frame 0; --energy-key names the right one",
         f'energy=-1 virial="{STRESS}" stress="{STRESS}"': "expected a virial of -stress . volume, "
-        r"got 12.1 eV/atom beside it .*--virial-key names",
+        r"got one 12.1 eV/atom off .*--virial-key names",
         f'energy=-1 dft_stress="{STRESS}"': "expected the stress under a name that is read, got "
         "dft_stress in .*frame 0; --stress-key",
         'energy=-1 virial="1 2 3 4 5 6"': "expected a virial of 9 numbers, got 6",

@@ -249,7 +249,9 @@ def test_a_training_that_was_stopped_before_a_record_can_be_finished(monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", stop)
-        with pytest.raises(SystemExit, match="stopped after 7 of 20 steps; the same command goes"):
+        with pytest.raises(
+            SystemExit, match="stopped after 7 of 20 steps; the same command resumes"
+        ):
             run("frames.extxyz", *SMALL, "--folder", "out")
     run("frames.extxyz", *SMALL, "--folder", "out", "--steps", 7)
     assert [record[0] for record in torch.load("out/checkpoint.pt")["records"]] == [7]

@@ -21,10 +21,10 @@ if not torch.distributed.is_available():
 
 from ase.io import read, write  # noqa: E402
 from calcops.ase import CalcOps  # noqa: E402
+from calcops.deepmd.deep_potential import load_npz  # noqa: E402
 from calcops.potentials import load  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
 from calcops.train import loop  # noqa: E402
-from calcops.train.deep_potential import load_npz  # noqa: E402
 from make_frames import generate  # noqa: E402
 
 OPTIONS = "--cutoff", 4.2, "--batch", 32, "--every", 20, "--held-out", 0.2, "--tabulated"

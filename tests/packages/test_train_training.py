@@ -17,13 +17,13 @@ for name in ("ase", "vesin", "matplotlib", "tqdm"):
 
 import make_frames  # noqa: E402
 from ase import Atoms  # noqa: E402
+from calcops.deepmd.deep_potential import DeepPotential, least_energies  # noqa: E402
+from calcops.potentials.neighbours import neighbours, pair_vectors  # noqa: E402
 from calcops.train import __main__ as command  # noqa: E402
 from calcops.train import trainer as trainer_module  # noqa: E402
 from calcops.train.datasets import frames_of  # noqa: E402
-from calcops.train.deep_potential import DeepPotential  # noqa: E402
 from calcops.train.labels import relabel, set_labels  # noqa: E402
 from calcops.train.muon import Muon, orthogonal  # noqa: E402
-from calcops.train.neighbours import neighbours, pair_vectors  # noqa: E402
 from calcops.train.pairs import Pairs  # noqa: E402
 from calcops.train.trainer import (  # noqa: E402
     Data,
@@ -38,7 +38,7 @@ from calcops.train.trainer import (  # noqa: E402
     loss_weights,
     squares_of,
 )
-from calcops.train.weights import initial, kDirections, least_energies, standardise  # noqa: E402
+from calcops.train.weights import initial, kDirections, standardise  # noqa: E402
 from make_frames import generate, kCrystals, kMixed  # noqa: E402
 from step_time import differentiate_plainly  # noqa: E402
 

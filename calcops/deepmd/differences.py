@@ -3,7 +3,7 @@
 import math
 
 import torch
-from calcops.train.neighbours import neighbours, pair_vectors
+from calcops.potentials.neighbours import neighbours, pair_vectors
 
 
 def disturbed_lattice(model):

@@ -14,12 +14,11 @@ import copy
 import calcops.ops  # noqa: F401 - brings torch.ops.calcops_models
 import numpy as np
 import torch
+from calcops.deepmd import splines, tables
+from calcops.deepmd.differences import differences
+from calcops.deepmd.nets import net as net_of
+from calcops.deepmd.nets import save_npz, tensor
 from calcops.potentials.potential import forces_of_slots
-from calcops.train import splines, tables
-from calcops.train.differences import differences
-from calcops.train.pairs import switch
-from calcops.train.weights import least_energies, save_npz, tensor
-from calcops.train.weights import net as net_of
 
 
 def load_npz(path, type_names=None, units="metal"):
@@ -408,3 +407,26 @@ class DeepPotential(torch.nn.Module):
             )
         list_neigh, Rij, kind, R, R_d = self.environment(types, list_neigh, Rij)
         return self.evaluate(types, list_neigh, Rij, kind, R, R_d, nghost, create_graph)
+
+
+def switch(r, smooth: float, cutoff: float):
+    """Return w(r) and dw/dr of a Deep Potential, for distances of any shape.
+
+    w is 1 up to `smooth` and 0 beyond the cutoff. In between, q goes from 0 to 1 and
+    w = 1 + q^3 (-6 q^2 + 15 q - 10).
+    """
+    width = cutoff - smooth
+    q = ((r - smooth) / width).clamp(0, 1)
+    w = 1 + q**3 * (-6 * q**2 + 15 * q - 10)
+    return w, -30 * (q * (1 - q)).square() / width
+
+
+def least_energies(types, energy, ntypes):
+    """Return the energies [T] of types that come nearest to the frames' energies [F].
+
+    Of several solutions, as for a single compound, it is the one of least norm. A type of -1 in
+    types [F, n] is no atom. An energy of NaN is no label.
+    """
+    counts = torch.stack([(types == t).sum(-1) for t in range(ntypes)], -1).to(energy)
+    is_known = ~energy.isnan()
+    return torch.linalg.pinv(counts[is_known]) @ energy[is_known]

@@ -12,7 +12,7 @@ import functools
 
 import numpy as np
 import torch
-from calcops.train.tables import derivatives
+from calcops.deepmd.tables import derivatives
 from scipy.interpolate import BSpline
 
 kDegree = 5
