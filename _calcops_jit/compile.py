@@ -249,9 +249,11 @@ def _ldflags(request: Request, folder: str, archives: list[str]) -> list[str]:
 
 
 def find_ninja(request: Request) -> str:
-    """Return the path of ninja: on PATH or beside this Python; "" without one."""
-    folders = [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
-    path = os.pathsep.join([request.environment.get("PATH", ""), *folders])
+    """Return the path of ninja: on PATH, next to this Python or in the user's folder; or ""."""
+    folders = request.environment.get("PATH", "").split(os.pathsep)
+    folders += [sysconfig.get_path("scripts"), os.path.dirname(sys.executable)]
+    folders.append(sysconfig.get_path("scripts", "posix_user"))  # of `pip install --user`
+    path = os.pathsep.join(os.path.abspath(folder) for folder in folders if folder)
     return shutil.which("ninja", path=path) or ""
 
 
@@ -276,7 +278,7 @@ def foresee(request: Request) -> Iterator[tuple[str, str, str]]:
         fix = "unset CXX" if request.environment.get("CXX") else _INSTALL
         yield "no C++ compiler", f"`{compiler}` is not on PATH", fix
     if not find_ninja(request):
-        evidence = "ninja is neither on PATH nor beside this Python; it runs the compilers"
+        evidence = "ninja, which runs the compilers, is neither on PATH nor where pip installs it"
         yield "no ninja", evidence, f"{sys.executable} -m pip install ninja"
 
 

@@ -390,6 +390,8 @@ PARTS = [
     "Makefile",
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "Containerfile",
     ".clang-format",
     "pyproject.toml",
 ]

@@ -5,13 +5,16 @@ import ctypes
 import os
 import re
 import shutil
+import sys
+import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkout import ANSWER, CONTRACT, LOAD, Checkout, with_file
 
 import calcops_jit
-from _calcops_jit import request
+from _calcops_jit import compile, request
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +299,18 @@ def test_ninja_beside_python_is_found_without_path(checkout):
             (folder / tool).symlink_to(shutil.which(tool))
     checkout.put("mine.cpp", ANSWER.format("return 1;"))
     assert checkout.loaded(PATH=folder) == 1
+
+
+def test_ninja_that_pip_installed_for_the_user_is_found_without_path(tmp_path, monkeypatch):
+    """As in a hosted notebook whose Python belongs to the administrator."""
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text("#!/bin/sh\n")
+    ninja.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
+    monkeypatch.setitem(sysconfig.get_config_vars(), "base", "/nowhere")
+    monkeypatch.setitem(sysconfig.get_config_vars(), "userbase", str(tmp_path))
+    assert compile.find_ninja(SimpleNamespace(environment={})) == str(ninja)
 
 
 # ---- compilers and linkers -----------------------------------------------------------------------
