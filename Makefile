@@ -75,6 +75,9 @@ wheel: .venv/.wheel $(torch:%=.venv-torch-%/.ready) ## dist/*.whl for machines w
 	  $(setup)build $(setup)--build-base=build/wheel $(setup)egg_info $(setup)--tag-build=+torch$$label \
 	  --config-settings=--build-option=--plat-name=linux_x86_64
 
+dist: .venv/.release ### dist/release/: what PyPI gets, tried in bare environments; pythons="3.11 3.12" torch="2.10 2.15": in these
+	$(python) tests/release.py $(if $(address),--address $(address)) $(if $(pythons),--pythons $(pythons)) $(if $(torch),--torch $(torch))
+
 # If find_toolkit finds no nvcc, PyPI's wheels serve as the toolkit. Their release must be the one of torch.version.cuda.
 cuda: .venv/.base ## build for CPU and CUDA; without nvcc on this machine, install it from PyPI
 	@$(python) -c 'import sys; from _calcops_jit.cuda import find_toolkit; sys.exit(not find_toolkit()[0])' || { \
@@ -92,11 +95,18 @@ format: .venv/.lint ### rewrite every file in the project's format
 	$(python) -m ruff format
 	.venv/bin/clang-format -i $(sources)
 
-docs: .venv/.base ### after a change of a contract: generate tables, stubs and the C++ header
+docs: .venv/.base ### after an edit: generate tables, stubs and the C++ header; mark results of earlier code
 	PYTHONPATH=. $(python) bench/generate_docs.py
+	$(python) bench/results.py --mark
+
+results: $(if $(only),.venv/.bench,.venv/.base) ### list the results in the pages; only=force: print anew those whose line has it; only=earlier
+	$(python) bench/results.py $(if $(only),'$(only)')
+
+mutations: .venv/.test ### print anew which deliberate faults the contract test finds; three quarters of an hour
+	$(python) bench/results.py mutations
 
 bench: .venv/.bench ### every benchmark that needs no other program
-	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
+	for file in $(filter-out %deepmd.py %lammps.py %nep.py %training.py %torch_sim.py %spline_cells.py,$(wildcard bench/bench_*.py)); do $(python) $$file || exit 1; done
 
 gpu-check: ### all that needs a GPU; parts=build,kernels: these alone; PYTHON=python3: without pip and .venv
 	@PYTHONPATH=. $(or $(PYTHON),$(wildcard $(python)),python3) bench/gpu_check.py \
@@ -175,9 +185,10 @@ build/mindspore/.installed:
 	done; echo 'MindSpore needs Python 3.9 to 3.12: install one or name it, make mindspore PYTHON=/path/to/python3'; exit 1
 
 # The libraries with which `make bench` compares. --no-deps: PyTorch is installed already, and the C++ library of deepmd-kit
-# needs none of the other dependencies.
+# needs none of the other dependencies. It gets a folder of its own, because `lmp` of .venv would load its plugin.
 .venv/.bench: .venv/.test
-	$(pip) --no-deps deepmd-kit kornia kornia_rs torchvision
+	$(pip) --no-deps kornia kornia_rs torchvision
+	$(pip) --no-deps --upgrade --target build/deepmd_kit deepmd-kit
 	@touch $@
 
-.PHONY: help demo check test test-all test-long test-arm test-oldest venv build wheel cuda lint format docs bench gpu-check sanitize-gpu test-examples mindspore graph-potential mace train lammps clean
+.PHONY: help demo check test test-all test-long test-arm test-oldest venv build wheel dist cuda lint format docs results mutations bench gpu-check sanitize-gpu test-examples mindspore graph-potential mace train lammps clean

@@ -153,7 +153,7 @@ def measure(folder, name, natoms):
     import torch
     from calcops.deepmd.import_deepmd import load
     from calcops.potentials import package
-    from calcops.train.neighbours import neighbours, pair_vectors
+    from calcops.potentials.neighbours import neighbours, pair_vectors
 
     torch.set_num_threads(1)
     model = load(folder / f"{name}.pth")
@@ -184,7 +184,7 @@ def measure(folder, name, natoms):
             lambda form=form: form(types, list_neigh, pair_vectors(positions, list_neigh, shift))
         )
         times.append(least)
-    columns = [f"{value * 1e3:.0f}" for value in times] + [f"{times[0] / times[2]:.1f}x"]
+    columns = [f"{value * 1e3:.0f}" for value in times] + [f"{times[2] / times[0]:.2f}"]
     difference = abs(force[0].numpy() - peer["force"]).max() / abs(peer["force"]).max()
     print(f"| {natoms} of {name} | {' | '.join(columns)} | {difference:.0e} |", flush=True)
 
@@ -210,7 +210,7 @@ if __name__ == "__main__":
             run_in_deepmd(folder)
             print(
                 "| atoms | deepmd-kit in C, ms | in Python, ms | package, ms | "
-                "model, ms | C / package | apart |"
+                "model, ms | package / C | apart |"
             )
             print("|---|---|---|---|---|---|---|")
             for system in SYSTEMS:

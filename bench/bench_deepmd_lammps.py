@@ -1,17 +1,17 @@
 """Time of a step of LAMMPS with a Deep Potential, by the pair styles of DeePMD-kit and CalcOps.
 
     python bench/bench_deepmd_lammps.py [--systems water1536] [--ranks 1 2] [--times 3]
-        [--steps 10] [--pth] [--lammps ENVIRONMENT]
+        [--steps 10] [--lammps ENVIRONMENT]
 
 All run the same weights. `pair_style deepmd` runs a model by TensorFlow: the plain .pb, and the one
 that `dp compress` makes of it. `pair_style calcops` runs three packages that calcops/deepmd makes
 of the same .pth: the plain one, one with --tabulated, and one with --float32-nets, too. Each rank
-has one thread. The models take turns, and the fastest of the `times` runs counts.
+has one thread. The models take turns, and the fastest of the `times` runs counts. A column
+"relative" is the time before it, divided by that of DeePMD-kit's model of the same kind.
 
-`apart` compares a package with the plain .pb before the first step. It is the largest relative
-difference of forces, energy and pressure; forces are compared with the largest force. The last
-columns are calls of the first two packages by the ASE calculator, with the same skin. With --pth,
-DeePMD-kit also runs the .pth by PyTorch, and `apart` compares with the .pth.
+`apart` compares the tabulated package with the plain .pb before the first step. It is the largest
+relative difference of forces, energy and pressure; forces are compared with the largest force. The
+last columns are calls of the first two packages by the ASE calculator, with the same skin.
 
 Needs the environment of bench_deepmd.py, and installs DeePMD-kit's LAMMPS into it. The LAMMPS of
 CalcOps is that of `make lammps`, or of any other environment with lammps[mpi].
@@ -28,11 +28,25 @@ from pathlib import Path
 
 import numpy as np
 from bench_deepmd import DEEPMD_PYTHON, MODELS, ROOT, run_in_deepmd, structure
+from bench_nep import range_of
 
 DEEPMD_ENVIRONMENT = DEEPMD_PYTHON.parent.parent
-# DeePMD-kit's backend for .pth needs the second package. Its extra would install 2 GB of others,
-# too.
-PACKAGES = ["deepmd-kit[torch,cpu,lmp]==3.2.0", "nvidia-cuda-runtime-cu12"]
+PACKAGES = ["deepmd-kit[torch,cpu,lmp]==3.2.0"]
+HEAD = [
+    "atoms",
+    "ranks",
+    ".pb, ms",
+    "calcops, ms",
+    "relative",
+    "compressed .pb, ms",
+    "tabulated, ms",
+    "relative",
+    "float32 nets, ms",
+    "relative",
+    "apart",
+    "in ASE, ms",
+    "tabulated in ASE, ms",
+]
 SYSTEMS = {
     "water1536": ("water", 1536),
     "silicon1000": ("silicon", 1000),
@@ -129,7 +143,6 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--pth", action="store_true", help="the .pth of PyTorch, too")
     parser.add_argument("--lammps", type=Path, default=ROOT / "build/lammps/environment")
     options = parser.parse_args()
     if not (DEEPMD_ENVIRONMENT / "bin/lmp").exists():
@@ -137,33 +150,33 @@ def main():
     make = ["make", "-s", "-C", ROOT / "calcops/lammps", "plugin", f"LAMMPS={options.lammps}"]
     subprocess.run([*make, f"PYTHON={sys.executable}"], check=True)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_in_deepmd(folder)
         for kind in {SYSTEMS[system][0] for system in options.systems}:
             convert(folder / f"{kind}.pth")
-        print(
-            "| atoms | ranks | .pb, ms | compressed .pb, ms | calcops, ms | tabulated, ms "
-            "| float32 nets, ms | calcops / tabulated | compressed .pb / tabulated | apart "
-            "| float32 nets apart | calcops in ASE, ms | tabulated in ASE, ms |"
-        )
-        print("|" + 13 * "---|")
+        print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
         for kind, natoms in map(SYSTEMS.get, options.systems):
             data = folder / f"{kind}{natoms}.data"
             write_data(kind, natoms, data)
             for ranks in options.ranks:
-                print(row_of(kind, natoms, ranks, data, options), flush=True)
+                rows.append(row_of(kind, natoms, ranks, data, options))
+                print(f"| {' | '.join(rows[-1])} |", flush=True)
+    plain, tabulated = (range_of(row[column] for row in rows) for column in (4, 7))
+    print(
+        f"\nThe time is {plain} of DeePMD-kit's, and {tabulated} of that of its compressed models"
+    )
+    print("with `--tabulated`.")
 
 
 def row_of(kind, natoms, ranks, data, options):
-    """Return the row of a system on a number of ranks."""
+    """Return the cells of a system on a number of ranks."""
     folder = data.parent
     plugin = ROOT / "build/lammps/calcopsplugin.so"
     script = {"data": data, "names": " ".join(MODELS[kind][0]), "steps": options.steps}
-    files = [f"{kind}.pth"] if options.pth else []
-    files += [f"{kind}.pb", f"{kind}_compressed.pb"]
     calls = []
-    for file in files:
+    for file in (f"{kind}.pb", f"{kind}_compressed.pb"):
         calls.append(dict(environment=DEEPMD_ENVIRONMENT, style=f"deepmd {folder / file}"))
     packages = [folder / f"{kind}{form}.pt2" for form in ("", "_tabulated", "_float32")]
     for package in packages:
@@ -175,17 +188,17 @@ def row_of(kind, natoms, ranks, data, options):
         if ranks == 1:
             ase_times.append([call_in_ase(package, kind, natoms) for package in packages[:2]])
 
-    times = [min(seconds for seconds, _ in column) for column in zip(*runs)]
-    expected = runs[0][0][1]
-    cells = [f"{1e3 * value:.0f}" for value in times[-5:]]
-    _, compressed, plain_package, tabulated, _ = times[-5:]
-    cells += [f"{plain_package / tabulated:.1f}x", f"{compressed / tabulated:.1f}x"]
-    for _, results in runs[0][-2:]:
-        differences = [abs(a - b).max() / abs(b).max() for a, b in zip(results, expected)]
-        cells.append(f"{max(differences):.0e}")
+    times = [1e3 * min(seconds for seconds, _ in column) for column in zip(*runs)]
+    pb, compressed, plain, *tabulated = times
+    cells = [f"{natoms} of {kind}", str(ranks)]
+    cells += [f"{pb:.0f}", f"{plain:.0f}", f"{plain / pb:.2f}", f"{compressed:.0f}"]
+    for milliseconds in tabulated:
+        cells += [f"{milliseconds:.0f}", f"{milliseconds / compressed:.2f}"]
+    expected, of_tabulated = runs[0][0][1], runs[0][3][1]
+    differences = [abs(a - b).max() / abs(b).max() for a, b in zip(of_tabulated, expected)]
+    cells.append(f"{max(differences):.0e}")
     cells += [f"{1e3 * min(column):.0f}" for column in zip(*ase_times)] or ["", ""]
-    row = f"| {natoms} of {kind} | {ranks} | {' | '.join(cells)} |"
-    return f"{row} .pth {1e3 * times[0]:.0f} ms" if options.pth else row
+    return cells
 
 
 def call_in_ase(package, kind, natoms):

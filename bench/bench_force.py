@@ -1,16 +1,14 @@
-"""Times of force_virial on the CPU, and of memory traffic, PyTorch and deepmd-kit's library.
+"""Times of force_virial on the CPU, relative to memory traffic, PyTorch and deepmd-kit's library.
 
-    python bench/bench_force.py          (make bench)
+    python bench/bench_force.py [--seconds 3] [--threads 1] [--atoms 12288] [--slots 138]
 
-Prints the table of results/force.md. --write also writes it there and draws its picture. Each time
-is the least of many runs. The functions take turns, so that compared times come from the same
-minutes.
+Prints the table of results/force.md. Each time is the least of many calls. The functions take turns,
+so that compared times come from the same minutes.
 
-`read` is a contiguous sum over as many bytes as the list and the live slots have. `read + write`
-also writes as many bytes as the gradients have (yardsticks.cpp). If empty slots lie between live
-ones, a processor that prefetches moves more bytes. The outputs go to memory that is mapped already.
-In the columns with "new", they go to memory that the system maps during the call. deepmd-kit (LGPL)
-is optional. `pip install --no-deps deepmd-kit` installs libdeepmd.so.
+Reading is a contiguous sum over as many bytes as the list and the live slots have. Reading and
+writing also writes as many bytes as the gradients have (yardsticks.cpp). If empty slots lie between
+live ones, a processor that prefetches moves more bytes. For these ratios, outputs go to memory that
+is mapped already. For those to other programs, malloc works as it does by default. deepmd-kit (LGPL) is optional: `make bench` puts its libdeepmd.so into build/deepmd_kit.
 
 These variants of the kernel were slower. The figures are their times divided by that of the kernel
 (GCC 12, AVX-512, one thread, data in the L2 cache):
@@ -25,32 +23,33 @@ These variants of the kernel were slower. The figures are their times divided by
 
 These variants change how rows are prefetched. The figures are for float64 and float32 (12,288 atoms
 x 138 slots, one thread of an AVX2 machine, Zen 3, under load):
-                                                    lattice       random        scattered -1
+                                                    near          any           between
     no prefetch (the kernel before)                 1.07, 1.29    1.03, 1.29
     a list of a row's live slots, in blocks of four 1.02, 1.06    0.91, 1.06    1.34, 0.90
-On that machine the empty ends of rows cost as much as if they were read (1.5 to 1.7 of `read`). No
+On that machine the empty ends of rows cost as much as if they were read (1.5 to 1.7 of reading). No
 order or distance of prefetching changes that, and neither do large pages for the inputs.
 """
 
 import argparse
 import ctypes
-import datetime
-import importlib.util
 import itertools
 import pathlib
-import platform
-import re
-import subprocess
+import sys
 import time
 
-import force_picture
 import torch
 
 import calcops_jit
 
 HERE = pathlib.Path(__file__).resolve().parent
-SIZES = ((12288, 138), (13500, 500))
-PATTERNS = (("lattice", 1 / 3), ("lattice", 2 / 3), ("random", 1 / 3), ("scattered", 1 / 3))
+# {row of the table: (pattern of lattice(), empty part of a row)}
+LISTS = {
+    "near atoms": ("lattice", 1 / 3),
+    "near atoms, 67 % empty": ("lattice", 2 / 3),
+    "any atoms": ("random", 1 / 3),
+    "any atoms, empty slots between": ("scattered", 1 / 3),
+}
+DEEPMD = pathlib.Path(__file__).resolve().parents[1] / "build" / "deepmd_kit" / "deepmd"
 
 
 def box(natoms):
@@ -116,11 +115,7 @@ class DeepMD:
     """prod_force_a_cpu and prod_virial_a_cpu of libdeepmd.so, for one frame and int32."""
 
     def __init__(self):
-        folder = pathlib.Path(importlib.util.find_spec("deepmd").submodule_search_locations[0])
-        self.library = ctypes.CDLL(str(folder / "lib" / "libdeepmd.so"))
-
-    def set_threads(self, threads):
-        self.library.omp_set_num_threads(threads)
+        self.library = ctypes.CDLL(str(DEEPMD / "lib" / "libdeepmd.so"))
 
     def __call__(self, list_neigh, dE, Ri_d, Rij):
         real = "d" if dE.dtype == torch.float64 else "f"
@@ -153,237 +148,121 @@ def minimum_ms(functions, seconds, least=2):
     return best
 
 
-def keep_memory(keep):
-    """Let malloc keep freed memory, so that outputs go to mapped memory. If `keep` is false, the
-    system maps new memory for each output."""
+def keep_freed_memory():
+    """Let malloc keep freed memory from now on, so that outputs go to mapped memory."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX
-    libc.mallopt(-1, 2**31 - 1 if keep else 128 << 10)  # M_TRIM_THRESHOLD
-    libc.malloc_trim(0)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX
+    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def kernels(inputs, live):
-    """Return the calls of kernels and of yardsticks by name, and the bytes that each kernel must
-    move."""
+    """Return the calls of kernels and of the memory traffic that they need, by name."""
     list_neigh, dE, Ri_d, Rij = inputs
-    natoms, neighbors = list_neigh.shape[1:]
+    neighbors = list_neigh.shape[2]
     upstream = [torch.randn_like(x) for x in calcops_jit.force_virial(*inputs)]
     backward = torch.ops.calcops._force_virial_backward
-    yardstick = torch.ops.yardsticks
+    read_write = torch.ops.yardsticks.read_write
     exact = [x.flatten()[: x.numel() // neighbors * live] for x in (dE, Ri_d, Rij)]
-    read = sum(x.nbytes for x in (list_neigh, *exact))
-    small = sum(x.nbytes for x in upstream)
-    calls = {
-        "read": lambda: yardstick.read_write([list_neigh, *exact], []),
+    return {
         "force_virial": lambda: calcops_jit.force_virial(*inputs),
-        "private buffers": lambda: yardstick.private_buffers(*inputs),
-        "read + write dE": lambda: yardstick.read_write([list_neigh, *exact[1:]], [dE]),
+        "read": lambda: read_write([list_neigh, *exact], []),
         "backward of dE": lambda: backward(*upstream, *inputs, 0, True, [True, False, False]),
-        "read + write all": lambda: yardstick.read_write([list_neigh, *exact], [dE, Ri_d, Rij]),
+        "read, write dE": lambda: read_write([list_neigh, *exact[1:]], [dE]),
         "backward of all": lambda: backward(*upstream, *inputs, 0, True, [True] * 3),
+        "read, write all": lambda: read_write([list_neigh, *exact], [dE, Ri_d, Rij]),
     }
-    nbytes = {
-        "force_virial": read + small,
-        "backward of dE": read - exact[0].nbytes + dE.nbytes + small,
-        "backward of all": read + dE.nbytes + Ri_d.nbytes + Rij.nbytes + small,
-    }
-    return calls, nbytes
 
 
-def minimum_of_calls(calls, seconds):
-    """Return the least milliseconds of each call. Names with ", new" are calls whose gradients go
-    to new memory."""
-    keep_memory(True)
-    times = dict(zip(calls, minimum_ms(list(calls.values()), seconds), strict=True))
-    keep_memory(False)
-    names = ("read + write all", "backward of all")
-    new_times = minimum_ms([calls[name] for name in names], seconds / 4)
-    return times | {f"{name}, new": ms for name, ms in zip(names, new_times, strict=True)}
-
-
-def measure(natoms, neighbors, empty, pattern, dtype, deepmd, seconds):
-    inputs = lattice(natoms, neighbors, empty, dtype, pattern=pattern)
-    live = round(neighbors * (1 - empty))
-    calls, nbytes = kernels(inputs, live)
+def peers_of(inputs):
+    """Return calls of other programs by name, whose results are those of force_virial."""
     compiled = torch.compile(torch_force_virial, dynamic=False)
     peers = {
-        "torch": lambda: torch_force_virial(*inputs),
+        "PyTorch": lambda: torch_force_virial(*inputs),
         "torch.compile": lambda: compiled(*inputs),
     }
-    if deepmd:
+    if DEEPMD.is_dir():
+        deepmd = DeepMD()
+        deepmd.library.omp_set_num_threads(torch.get_num_threads())
         peers["deepmd-kit"] = lambda: deepmd(*inputs)
+    tolerance = 1e-12 if inputs[1].dtype == torch.float64 else 1e-4
     results = calcops_jit.force_virial(*inputs)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
-    for name, peer in (*peers.items(), ("private buffers", calls["private buffers"])):
+    for name, peer in peers.items():
         for result, expected in zip(results, peer(), strict=True):
             difference = ((result - expected).abs().max() / expected.abs().max()).item()
             assert difference <= tolerance, (name, difference)
-
-    rows = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        if deepmd:
-            deepmd.set_threads(threads)
-        row = {"natoms": natoms, "neighbors": neighbors, "empty": empty, "pattern": pattern}
-        row |= {"dtype": dtype, "threads": threads}
-        row |= {"pairs": natoms * live, "bytes": nbytes}
-        row |= minimum_of_calls(calls, seconds)
-        row |= zip(peers, minimum_ms(list(peers.values()), 0, least=2), strict=True)
-        rows.append(row)
-    return rows
+    return peers
 
 
-TABLE = """| atoms x slots, empty | type | threads | read, ms | force_virial, ms | of read \
-| backward of dE | of all | of all, new | deepmd-kit | torch | torch.compile | determinism |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+# {column: (call, memory traffic)}
+MEMORY = {
+    "/ reading": ("force_virial", "read"),
+    "backward of dE / reading, writing": ("backward of dE", "read, write dE"),
+    "backward of all / reading, writing": ("backward of all", "read, write all"),
+}
 
 
-def as_markdown(row):
-    def ratio(a, b, digits=2):
-        return f"{row[a] / row[b]:.{digits}f}x" if a in row else "-"
-
-    cells = (
-        f"{row['natoms']} x {row['neighbors']}, {row['pattern']}, {row['empty']:.0%}",
-        str(row["dtype"])[6:],
-        str(row["threads"]),
-        f"{row['read']:.1f}",
-        f"{row['force_virial']:.1f}",
-        ratio("force_virial", "read"),
-        ratio("backward of dE", "read + write dE"),
-        ratio("backward of all", "read + write all"),
-        ratio("backward of all, new", "read + write all, new"),
-        ratio("deepmd-kit", "force_virial", 0),
-        ratio("torch", "force_virial", 0),
-        ratio("torch.compile", "force_virial", 0),
-        ratio("force_virial", "private buffers"),
-    )
-    return f"| {' | '.join(cells)} |"
+def least_times(calls, seconds):
+    """Return the least milliseconds of calls by name."""
+    return dict(zip(calls, minimum_ms(list(calls.values()), seconds, least=3), strict=True))
 
 
-def target_for(float64, float32, other_pattern=None):
-    """Return a function that returns the target of a row.
-
-    The target depends on the type. With `other_pattern`, all patterns but "lattice" have that one.
-    """
-
-    def target(row):
-        if other_pattern and row["pattern"] != "lattice":
-            return other_pattern
-        return float32 if row["dtype"] == torch.float32 else float64
-
-    return target
+def beside_peers(inputs, seconds):
+    """Return the milliseconds of force_virial, and ratios to the times of peers by column."""
+    calls = {"own": lambda: calcops_jit.force_virial(*inputs)} | peers_of(inputs)
+    times = least_times(calls, seconds)
+    own = times.pop("own")
+    return own, {f"/ {peer}": own / ms for peer, ms in times.items()}
 
 
-# Name, numerator and denominator of a ratio, its target, and whether less is better.
-TARGETS = (
-    ("force_virial / read", "force_virial", "read", target_for(1.3, 1.4, 1.6), True),
-    (
-        "backward of dE / read + write",
-        "backward of dE",
-        "read + write dE",
-        target_for(1.4, 1.4),
-        True,
-    ),
-    (
-        "backward of all / read + write",
-        "backward of all",
-        "read + write all",
-        target_for(1.4, 1.9),
-        True,
-    ),
-    ("over deepmd-kit", "deepmd-kit", "force_virial", target_for(25, 25), False),
-    ("over torch", "torch", "force_virial", target_for(15, 15), False),
-    ("over torch.compile", "torch.compile", "force_virial", target_for(4, 4), False),
-    ("cost of determinism", "force_virial", "private buffers", target_for(1.25, 1.25), True),
-)
-
-
-def print_targets(rows):
-    for name, numerator, denominator, target_of, less_is_better in TARGETS:
-        values = []
-        for row in rows:
-            if numerator in row:
-                values.append((row[numerator] / row[denominator], target_of(row)))
-        if not values:
-            continue
-        if less_is_better:
-            reached = sum(value <= target for value, target in values)
-            worst, target = max(values, key=lambda pair: pair[0] / pair[1])
-        else:
-            reached = sum(value >= target for value, target in values)
-            worst, target = min(values, key=lambda pair: pair[0] / pair[1])
-        sign = "<=" if less_is_better else ">="
-        print(
-            f"{name}: reached in {reached} of {len(values)}, worst {worst:.2f} "
-            f"(target {sign} {target})"
-        )
-
-
-def print_overhead(seconds):
-    """Print the microseconds of a call on one atom with one slot, and of an operator that does
-    nothing."""
-    torch.set_num_threads(1)
-    inputs = lattice(1, 1, 0)
-    inputs[0].zero_()
-    small = lattice(192, 138, 1 / 3)
-    functions = (
-        lambda: [calcops_jit.force_virial(*inputs) for _ in range(100)],
-        lambda: [torch.ops.yardsticks.empty_force_virial(*inputs) for _ in range(100)],
-        lambda: [calcops_jit.force_virial(*small) for _ in range(10)],
-    )
-    one_ms, empty_ms, small_ms = minimum_ms(functions, seconds)
-    one_us, empty_us, small_us = 10 * one_ms, 10 * empty_ms, 100 * small_ms
-    print(
-        f"one atom, one slot: {one_us:.1f} us, an empty operator {empty_us:.1f} us, "
-        f"overhead {one_us - empty_us:.1f} us (target <= 5); 192 x 138: {small_us:.0f} us"
-    )
-
-
-def machine():
-    processors = pathlib.Path("/proc/cpuinfo").read_text()
-    cpu = re.search(r"(?:model name|CPU part)\s*: (.*)", processors)[1]
-    gcc = subprocess.run(["c++", "-dumpfullversion"], capture_output=True, text=True).stdout.strip()
-    today = datetime.date.today()
-    system = f"{platform.system()}, GCC {gcc}, torch {torch.__version__}"
-    return f"{cpu}, 2 threads at most, {system}, {today}"
+def beside_memory(inputs, empty, seconds):
+    """Return ratios to the times of memory traffic by column."""
+    live = round(inputs[0].shape[2] * (1 - empty))
+    times = least_times(kernels(inputs, live), seconds)
+    return {column: times[call] / times[traffic] for column, (call, traffic) in MEMORY.items()}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=6, help="for the kernels of each row")
-    parser.add_argument(
-        "--write", action="store_true", help="put the table and its picture into results/force.md"
-    )
-    parser.add_argument("--atoms", type=int, help="instead of those of the table, for a short run")
+    parser.add_argument("--seconds", type=float, default=3, help="for the kernels of each row")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--atoms", type=int, default=12288)
+    parser.add_argument("--slots", type=int, default=138)
     options = parser.parse_args()
-    deepmd = DeepMD() if importlib.util.find_spec("deepmd") else None
-    if deepmd is None:
-        print("deepmd-kit is not installed (pip install --no-deps deepmd-kit): its column is empty")
+    torch.set_num_threads(options.threads)
+    if not DEEPMD.is_dir():
+        print("deepmd-kit is not installed: its column is left out", file=sys.stderr)
     calcops_jit.load(
         "yardsticks",
         [HERE / "yardsticks.cpp"],
         ["-march=native", "-fopenmp", "-DAT_PER_OPERATOR_HEADERS"],
         extra_ldflags=["-fopenmp"],
-        extra_include_paths=[HERE.parent / "ops"],
     )
-    print(machine(), TABLE, sep="\n\n")
+    cases = list(itertools.product(LISTS, (torch.float64, torch.float32)))
+
+    def inputs_of(name, dtype):
+        pattern, empty = LISTS[name]
+        return lattice(options.atoms, options.slots, empty, dtype, pattern=pattern)
+
+    of_peers = [beside_peers(inputs_of(*case), options.seconds) for case in cases]
+    keep_freed_memory()  # of which the peers must not profit, since it is not the default
     rows = []
-    for natoms, neighbors in SIZES:
-        for dtype in (torch.float64, torch.float32):
-            for pattern, empty in PATTERNS:
-                atoms = options.atoms or natoms
-                new = measure(atoms, neighbors, empty, pattern, dtype, deepmd, options.seconds)
-                print(*map(as_markdown, new), sep="\n", flush=True)
-                rows += new
-    if options.write:
-        page = HERE / "results" / "force.md"
-        before, _, rest = page.read_text().partition("<!-- results -->")
-        table = "\n".join((f"{machine()}\n", TABLE, *map(as_markdown, rows)))
-        page.write_text(f"{before}<!-- results -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
-        force_picture.draw()
-    print()
-    print_targets(rows)
-    print_overhead(min(options.seconds, 2))
+    for case, (milliseconds, ratios) in zip(cases, of_peers, strict=True):
+        empty = LISTS[case[0]][1]
+        of_memory = beside_memory(inputs_of(*case), empty, options.seconds)
+        rows.append((case, milliseconds, of_memory | ratios))
+
+    columns = rows[0][2]
+    print(f"| neighbours | type | force_virial, ms | {' | '.join(columns)} |")
+    print(f"|{'---|' * (3 + len(columns))}")
+    for (name, dtype), milliseconds, ratios in rows:
+        cells = [name, str(dtype)[6:], f"{milliseconds:.1f}"]
+        cells += [f"{ratio:.2f}" for ratio in ratios.values()]
+        print(f"| {' | '.join(cells)} |")
+    parts = []
+    for column in rows[0][2].keys() - MEMORY.keys():
+        ratios = [row[2][column] for row in rows]
+        parts.append(f"{min(ratios):.2f}-{max(ratios):.2f} of {column.removeprefix('/ ')}'s")
+    print(f"\nThe time of `force_virial` is {', '.join(sorted(parts))}.")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import bench_edge_force
 import bench_environment_spline
 import bench_force_cuda
-import bench_tabulated_sum
 import calcops.ops  # noqa: F401 - registers the operators, and so does calcops_jit
 import gpu_results
 import torch
@@ -290,7 +289,7 @@ def table_cases(scale):
         return models._tabulated_sum_backward(*x, 0, [True, True])
 
     for dtype in BOTH_DTYPES:
-        x = on(scale.device, bench_tabulated_sum.inputs(scale.atoms, dtype))
+        x = on(scale.device, bench_environment_spline.table_inputs(scale.atoms, dtype))
         slots, kind = x[:2], x[2]
         name = f"tabulated_sum {short(dtype)}"
         upstream = upstream_of(models.tabulated_sum(*x))

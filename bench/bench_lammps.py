@@ -1,14 +1,13 @@
 """Time a step of LAMMPS's benchmarks by its own pair styles and by models of the same potentials.
 
     python bench/bench_lammps.py
-    python bench/bench_lammps.py --messages --ranks 1 2    a model that passes messages 1, 2, 3 times
+    python bench/bench_lammps.py --messages    a model that passes messages 1, 2, 3 times
 
 It first makes the plugin and the models in build/lammps, in some minutes. `make lammps` makes the
 environment with LAMMPS. calcops/lammps/README.md shows what both print, and says what it means.
 """
 
 import argparse
-import math
 import os
 import re
 import subprocess
@@ -37,6 +36,10 @@ class System(NamedTuple):
     names: str  # in pair_coeff
 
 
+# "Relative" is the time of calcops divided by LAMMPS's. What follows are shares of a step of calcops,
+# then numbers of an atom.
+HEAD = ["system", "ranks", "LAMMPS, ms", "calcops, ms", "relative", "relative, 10 steps"]
+HEAD += ["model", "operators", "list", "pairs, add", "waiting", "kB", "ghosts"]
 kSkin = {"1.0 bin": "2.0 bin"}
 kSystems = {
     "lj/cut": System("in.lj", {}, 32000, "lj.pt2", "X"),
@@ -68,7 +71,7 @@ def arguments():
         action="store_true",
         help="only messages1.pt2, messages2.pt2 and messages3.pt2",
     )
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
         "--times", type=int, default=2, help="runs of each, in turns; the fastest counts"
@@ -155,86 +158,43 @@ def fastest(runs):
 
 def print_messages(options):
     """Print the times of message-passing models."""
-    print("silicon             ranks  a step   ghosts/atom  rows/atom")
+    print(
+        "| silicon | ranks | a step, ms | ghosts of an atom | rows of an atom |\n|---|---|---|---|---|"
+    )
     for name, system in message_systems().items():
         for ranks in options.ranks:
             runs = [run(system, ranks, True, options) for _ in range(options.times)]
             parts, ghosts, _ = fastest(runs)
-            sizes = f"{ghosts * ranks / system.atoms:10.2f} {parts['rows of an atom']:10.2f}"
-            print(f"{name:19} {ranks:5} {1e3 * parts['step']:6.0f}ms {sizes}", flush=True)
+            sizes = f"{ghosts * ranks / system.atoms:.2f} | {parts['rows of an atom']:.2f}"
+            print(f"| {name} | {ranks} | {1e3 * parts['step']:.0f} | {sizes} |", flush=True)
+
+
+def fastest_of_both(system, ranks, options):
+    """Return the fastest runs by LAMMPS's pair style and by the model, which take turns."""
+    their_runs = []
+    our_runs = []
+    for _ in range(options.times):
+        their_runs.append(run(system, ranks, False, options))
+        our_runs.append(run(system, ranks, True, options))
+    return fastest(their_runs), fastest(our_runs)
 
 
 def print_potentials(options):
-    """Print the times of LAMMPS's pair styles and of the models of the same potentials.
-
-    Returns:
-        Seconds and bytes for each atom of the larger silicon on one rank; None if it was not run.
-    """
-    print(
-        "system      ranks   LAMMPS  calcops  ratio   model (operators)  list  "
-        "pairs, add  waiting  kB/atom  ghosts/atom"
-    )
-    for_scale = None
+    """Print the times of LAMMPS's pair styles and of the models of the same potentials."""
+    few_steps = argparse.Namespace(**vars(options) | {"steps": 10})
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
     for name, system in kSystems.items():
         for ranks in options.ranks:
-            their_runs = []
-            our_runs = []
-            for _ in range(options.times):
-                their_runs.append(run(system, ranks, False, options))
-                our_runs.append(run(system, ranks, True, options))
-            theirs, _, _ = fastest(their_runs)
-            ours, ghosts, memory = fastest(our_runs)
-
-            def share(*parts, of=ours):
-                return f"{100 * sum(of[part] for part in parts) / of['step']:.1f}%"
-
-            times = (
-                f"{1e3 * theirs['step']:6.1f}ms {1e3 * ours['step']:6.1f}ms  "
-                f"{ours['step'] / theirs['step']:4.2f}x"
-            )
-            shares = (
-                f"{share('model'):>7} ({share('operators'):>6}) {share('rows', 'Neigh'):>8} "
-                f"{share('pairs', 'add'):>10} {share('Comm'):>9}"
-            )
-            atoms = system.atoms
-            sizes = f"{memory * ranks / atoms / 1000:8.1f} {ghosts * ranks / atoms:12.2f}"
-            print(f"{name:11} {ranks:5} {times} {shares} {sizes}")
-            if name == "sw, 32,000" and ranks == 1:
-                for_scale = ours["step"] / atoms, memory / atoms
-    return for_scale
-
-
-def print_scale(seconds, memory):
-    """Print an extrapolation of a step of silicon to many ranks.
-
-    Args:
-        seconds: the time for an atom, as measured on one rank.
-        memory: bytes for an atom, as measured on one rank.
-    """
-    density = 8 / 5.43**3  # atoms in a cubic Angstrom
-    reach = 3.77 + 2.0  # cutoff and skin
-    latency = 2e-6  # s a message: assumed
-    bandwidth = 1e9  # bytes a second and rank: assumed
-    print(
-        "\n  ranks        atoms  atoms/rank  ghosts/atom  MB/rank  "
-        "messages     model   network  GB/rank  imbalance"
-    )
-    for ranks, atoms in (1, 32_000), (2, 32_000), (4, 32_000), (100, 10**7), (10_000, 10**9):
-        own = atoms / ranks
-        ghosts = (1 + 2 * reach / (own / density) ** (1 / 3)) ** 3 - 1
-        sent = 0
-        messages = 0
-        if ranks > 1:
-            sent = 48 * ghosts * own  # positions out, forces back
-            messages = 12  # to and from six neighbours
-        network = sent / bandwidth + messages * latency
-        # How much more than the mean the fullest rank has, if the positions of atoms were
-        # independent, as in an ideal gas.
-        imbalance = math.sqrt(2 * math.log(ranks) / own)
-        held = 0.2e9 + (memory + 130 * ghosts) * own  # libraries, atoms, 130 bytes a ghost
-        cells = f"{ranks:7} {atoms:12} {own:11.0f} {ghosts:12.2f} {sent / 1e6:8.1f} {messages:9}"
-        times = f"{1e3 * seconds * own:6.1f} ms {1e3 * network:6.2f} ms"
-        print(f"{cells} {times} {held / 1e9:8.2f} {100 * imbalance:9.1f}%")
+            (first, _, _), (own_first, _, _) = fastest_of_both(system, ranks, few_steps)
+            (theirs, _, _), (ours, ghosts, memory) = fastest_of_both(system, ranks, options)
+            step = ours["step"]
+            cells = [name, str(ranks), f"{1e3 * theirs['step']:.1f}", f"{1e3 * step:.1f}"]
+            cells += [f"{step / theirs['step']:.2f}", f"{own_first['step'] / first['step']:.2f}"]
+            for parts in (["model"], ["operators"], ["rows", "Neigh"], ["pairs", "add"], ["Comm"]):
+                cells.append(f"{sum(ours[part] for part in parts) / step:.2f}")
+            cells.append(f"{memory * ranks / system.atoms / 1000:.1f}")
+            cells.append(f"{ghosts * ranks / system.atoms:.2f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main():
@@ -245,12 +205,7 @@ def main():
     systems = message_systems() if options.messages else kSystems
     for model in {system.model for system in systems.values()}:
         lammps_models.write(BUILD / model)
-    if options.messages:
-        print_messages(options)
-        return
-    for_scale = print_potentials(options)
-    if for_scale:
-        print_scale(*for_scale)
+    print_messages(options) if options.messages else print_potentials(options)
 
 
 if __name__ == "__main__":

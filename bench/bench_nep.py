@@ -1,4 +1,4 @@
-"""Times of NEP: calls in ASE beside nep-adapters, and kernels beside NEP_CPU's.
+"""Times of NEP relative to nep-adapters' in ASE, and of kernels relative to NEP_CPU's.
 
     python bench/bench_nep.py GPUMD [NEP_CPU] [--repeats 9] [--cases "C 2022"]
     python bench/bench_nep.py GPUMD --sizes
@@ -17,7 +17,7 @@ All run in turn on one thread. The table has the smallest of the times of the th
 and the largest differences of forces, relative to the largest.
 
 --sizes prints the time of a step of dynamics of copper in ASE at 8 to 4,096 atoms, with ASE's EMT,
-too. --many-types prints what all 89 types of NEP89 at once cost beside the two of a crystal.
+too. --many-types prints what all 89 types of NEP89 at once cost, compared with the two of a crystal.
 """
 
 import argparse
@@ -284,6 +284,12 @@ def time_kernels(case, path, model, library, repeats, folder):
     return compared(times, forces, BLOCK), f"{(list_neigh >= 0).sum() / BLOCK:.0f}"
 
 
+def range_of(ratios):
+    """Return the least and the largest of ratios as text, such as 0.22-0.24."""
+    numbers = [float(ratio) for ratio in ratios if ratio]
+    return f"{min(numbers):.2f}-{max(numbers):.2f}" if numbers else "-"
+
+
 def print_sizes(gpumd, repeats):
     """Print the processor time of a step of dynamics by the number of atoms, in ms."""
     path = gpumd / "potentials" / "nep" / ALLOY
@@ -294,7 +300,10 @@ def print_sizes(gpumd, repeats):
     calculators = {"CalcOps": CalcOps(model)} | calculators | {"EMT": EMT()}
     if NepAseCalculator:
         calculators["nep-adapters"] = NepAseCalculator(str(path))
-    print(f"| atoms | {' | '.join(calculators)} |\n|{'---|' * (len(calculators) + 1)}")
+    head = ["atoms", *(f"{name}, ms" for name in calculators)]
+    if NepAseCalculator:
+        head.append("CalcOps / nep-adapters")
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for cells in ((2, 1, 1), (4, 2, 2), (8, 4, 4), (16, 8, 8)):
         crystal = bulk("Cu", a=3.62, cubic=True).repeat(cells)
         MaxwellBoltzmannDistribution(crystal, temperature_K=300, rng=np.random.default_rng(0))
@@ -308,23 +317,28 @@ def print_sizes(gpumd, repeats):
             name: lambda own=own, steps=steps: own.run(steps) for name, own in dynamics.items()
         }
         best, _ = alternate(calls, repeats, time.process_time)
-        times = [f"{1e3 * seconds / steps:.3f}" for seconds in best.values()]
-        print(f"| {len(crystal)} | {' | '.join(times)} |", flush=True)
+        row = [str(len(crystal)), *(f"{1e3 * seconds / steps:.3f}" for seconds in best.values())]
+        if NepAseCalculator:
+            row.append(f"{best['CalcOps'] / best['nep-adapters']:.2f}")
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def print_many_types(gpumd, repeats):
-    """Print the costs of all types of NEP89 at once, beside those of a crystal of two."""
+    """Print the costs of all types of NEP89 at once, and those of a crystal of two."""
     path = gpumd / "potentials" / "nep" / NEP89
+    rows = {"Na Cl": [], "all 89 types": []}
     calculators = {}
-    for name, types in (("Na Cl", ["Na", "Cl"]), ("all 89 types", None)):
+    for name, types in zip(rows, (["Na", "Cl"], None)):
         before = peak_memory()
         begin = time.process_time()
         with contextlib.redirect_stdout(io.StringIO()):
             calculators[name] = CalcOps(load(path, types))
         seconds = time.process_time() - begin
-        print(f"{name}: load takes {seconds:.2f} s and {peak_memory() - before:.0f} MB", flush=True)
+        rows[name] += [f"{seconds:.2f}", f"{peak_memory() - before:.0f}"]
+    sizes = []
     for cells in (2, 8):
         crystal = bulk("NaCl", "rocksalt", a=5.64, cubic=True).repeat(cells)
+        sizes.append(len(crystal))
         best = dict.fromkeys(calculators, float("inf"))
         for seed in range(repeats):
             crystal.rattle(0.01, seed=seed)
@@ -332,8 +346,12 @@ def print_many_types(gpumd, repeats):
                 begin = time.process_time()
                 crystal.get_forces()
                 best[name] = min(best[name], 1e3 * (time.process_time() - begin))
-        times = ", ".join(f"{name} {ms:.2f} ms" for name, ms in best.items())
-        print(f"a call for {len(crystal)} atoms: {times}", flush=True)
+        for name, milliseconds in best.items():
+            rows[name].append(f"{milliseconds:.2f}")
+    head = ["types", "load, s", "MB", *(f"a call for {size} atoms, ms" for size in sizes)]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def peak_memory():
@@ -359,6 +377,7 @@ def main():
     head = ["model", "pairs", "call, us", "nep-adapters, us", "relative", "forces apart"]
     head += ["kernel, us", "NEP_CPU, us", "relative", "forces apart"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         library = library_of(options.nep_cpu, folder) if options.nep_cpu else None
@@ -369,7 +388,12 @@ def main():
             model = loaded(case, path)
             calls = time_calls(case, path, model, options.repeats)
             kernels, pairs = time_kernels(case, path, model, library, options.repeats, folder)
-            print(f"| {' | '.join([case, pairs, *calls, *kernels])} |", flush=True)
+            rows.append([case, pairs, *calls, *kernels])
+            print(f"| {' | '.join(rows[-1])} |", flush=True)
+    in_ase, as_kernel = (range_of(row[column] for row in rows) for column in (4, 8))
+    print(
+        f"\nThe time is {in_ase} of nep-adapters' in ASE, and {as_kernel} of NEP_CPU's as a kernel."
+    )
 
 
 if __name__ == "__main__":

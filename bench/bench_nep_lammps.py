@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from ase.io import write
-from bench_nep import CASES, atoms_of, compile_nep_cpu, file_of, loaded
+from bench_nep import CASES, atoms_of, compile_nep_cpu, file_of, loaded, range_of
 from calcops.potentials import package
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,6 +219,7 @@ def main():
     options.nep_adapters = options.nep_adapters.absolute()
     head = ["model", "CalcOps, us", "nep-adapters, us", "relative", "NEP_CPU, us", "relative"]
     head += ["energy apart", "forces apart"]
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plugins = {
@@ -229,9 +230,12 @@ def main():
         print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
         for case in options.cases:
             row, apart = measure(case, plugins, options, folder)
+            rows.append(row)
             print(f"| {' | '.join(row)} |", flush=True)
             if apart > 1e-8:
                 sys.exit(f"bench_nep_lammps: {case}: energies are {apart:.1e} eV an atom apart")
+    adapters, nep_cpu = (range_of(row[column] for row in rows) for column in (3, 5))
+    print(f"\nThe time is {adapters} of nep-adapters' and {nep_cpu} of NEP_CPU's.")
 
 
 if __name__ == "__main__":

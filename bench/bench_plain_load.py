@@ -1,13 +1,11 @@
 """calcops_jit.load and torch.utils.cpp_extension.load, with one source in the same situations.
 
-    make bench
+    python bench/bench_plain_load.py [--only WORD]
 
-Each row is a situation of a user, measured in a new process. `--readme` puts the table into
-README.md.
+Each row is a situation of a user, measured in a new process, with one source of five lines.
 """
 
 import argparse
-import datetime
 import os
 import signal
 import statistics
@@ -16,8 +14,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 60.0  # how long a process may wait for one that was killed
@@ -257,28 +253,15 @@ ROWS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     parser.add_argument("--only", default="", help="rows whose function's name contains this")
     options = parser.parse_args()
-    today = datetime.date.today()
-    lines = ["| | `torch.utils.cpp_extension.load` | `calcops_jit.load` |", "|---|---|---|"]
+    print("| | `torch.utils.cpp_extension.load` | `calcops_jit.load` |\n|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         sides = [Side(name, Path(folder)) for name in LOAD]
         for row, measure in ROWS.items():
             if options.only in measure.__name__:
                 cells = [measure(side) for side in sides]
-                lines.append(f"| {row} | {' | '.join(cells)} |")
-                print(lines[-1], flush=True)
-    about = (
-        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, "
-        f"one source of five lines, {today}"
-    )
-    if options.readme:
-        readme = ROOT / "README.md"
-        before, _, rest = readme.read_text().partition("<!-- loaders -->")
-        table = "\n".join([*lines, "", f"({about}; `bench/bench_plain_load.py`)"])
-        readme.write_text(f"{before}<!-- loaders -->\n{table}\n<!-- /{rest.partition('<!-- /')[2]}")
-    print(about)
+                print(f"| {row} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """When splines can replace tabulated_sum: cells that trained nets need, and the time they take.
 
-    python bench/bench_spline_cells.py [model.npz ...] [--atoms 512] [--seconds 20]
+    python bench/bench_spline_cells.py model.npz [--atoms 512] [--seconds 20]
 
-`error` of a model is the largest error of values and slopes of splines of its embedding nets, from
+`error` is the largest error of values and slopes of splines of the model's embedding nets, from
 0.5 A on, relative to the largest value and slope. The times are those of water in
 bench_environment_spline.py: environment_spline, then matrix_product, for splines of so many cells
 in blocks of atoms that fit the cache; and tabulated_sum, whose time does not depend on the cells
-that a net needs. One thread, float64, the least time of the thread, in ns a pair.
+that a net needs. They are the sum of forward and gradient, relative to tabulated_sum's. One thread,
+float64, the least time of the thread.
 """
 
 import argparse
@@ -16,11 +17,19 @@ from functools import partial
 import calcops.ops
 import numpy as np
 import torch
-from bench_environment_spline import CELLS, RCUT, RCUT_SMTH, TABLE_GRID, environment, inputs
-from bench_tabulated_sum import KINDS, NEIGHBOURS, M
-from calcops.train.deep_potential import load_npz
-from calcops.train.splines import kChecked, kDegree, kFitted, points, relative_error
-from calcops.train.tables import derivatives
+from bench_environment_spline import (
+    CELLS,
+    KINDS,
+    RCUT,
+    RCUT_SMTH,
+    TABLE_GRID,
+    M,
+    environment,
+    inputs,
+)
+from calcops.deepmd.deep_potential import load_npz
+from calcops.deepmd.splines import kChecked, kDegree, kFitted, points, relative_error
+from calcops.deepmd.tables import derivatives
 from scipy.interpolate import make_lsq_spline
 
 COUNTS = 59, 128, 256, 512, 1024, 2048, 4096, 8192
@@ -55,7 +64,7 @@ def error_of_model(path, cells):
 
 
 def times(atoms, seconds):
-    """Return {number of cells, or "tabulated_sum": (forward, gradient)} in ns a pair."""
+    """Return {number of cells: time relative to that of tabulated_sum}."""
     d, kind, davg, dstd, grid, *_ = inputs(atoms, torch.float64)
     R = environment(d.detach(), RCUT_SMTH, RCUT, dstd[0]).requires_grad_()
     x = R.detach()[..., 0].contiguous().requires_grad_()
@@ -92,27 +101,24 @@ def times(atoms, seconds):
             torch.autograd.grad(T, leaves, upstream)
             marks.append(time.thread_time())
             best[name] = np.minimum(best[name], np.diff(marks))
-    return {name: 1e9 * t / (atoms * NEIGHBOURS) for name, t in best.items()}
+    of_table = sum(best.pop("tabulated_sum"))
+    return {cells: sum(of_cells) / of_table for cells, of_cells in best.items()}
 
 
 def main():
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="*")
+    parser.add_argument("model")
     parser.add_argument("--atoms", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    head = ["cells", "forward", "gradient", *(f"error of {path}" for path in options.models)]
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
-    of_cells = times(options.atoms, options.seconds)
-    for name in ("tabulated_sum", *COUNTS):
-        row = [f"{t:.0f}" for t in of_cells[name]] if name in of_cells else ["", ""]
-        if name in COUNTS:
-            row += [f"{error_of_model(path, name):.0e}" for path in options.models]
-        else:
-            row += [""] * len(options.models)
-        print(f"| {name} | {' | '.join(row)} |", flush=True)
+    print("| cells | time / tabulated_sum's | error |\n|---|---|---|", flush=True)
+    ratios = times(options.atoms, options.seconds)
+    for cells in COUNTS:
+        ratio = f"{ratios[cells]:.2f}" if cells in ratios else ""
+        error = error_of_model(options.model, cells)
+        print(f"| {cells} | {ratio} | {error:.0e} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Errors and times of calcops.train: trainings of a NEP and of a Deep Potential on one thread.
 
-    python bench/bench_training.py [--folder build/train_potential/silicon] [--steps 8000]
-        [--models deep-potential nep] [--seeds 1] [--keep NEW] [-- OPTIONS]
+    python bench/bench_training.py
+    python bench/bench_training.py --folder FOLDER [--models nep] [--seeds 3] [-- OPTIONS]
 
-FOLDER has train.extxyz, test.extxyz and perhaps held_out.extxyz, which
-`python examples/train_potential/make_frames.py silicon` writes; `silver-copper` are frames of
-several kinds. A folder of other programs may have train.xyz and test.xyz. The printed errors are
-those of the test frames. OPTIONS are those of calcops.train, for both models. Packages of Deep
-Potentials are made with --tabulated.
+Without --folder, it trains on the three sets of frames that examples/train_potential/make_frames.py
+writes, with the options in SETS. FOLDER has train.extxyz, test.extxyz and perhaps held_out.extxyz, or train.xyz and
+test.xyz. The printed errors are those of the test frames. OPTIONS are those of calcops.train, for
+both models. Packages of Deep Potentials are made with --tabulated.
 
 The time is processor time, from the start of the command to its package. So other work of the
 machine hardly changes it. There are also the processor time of a training step, the least of
@@ -34,15 +33,25 @@ from bench_nep import ATOMS
 from bench_nep_lammps import ENVIRONMENT, ROOT, build_plugin, run_lammps, write_data
 from calcops.ase import CalcOps
 from calcops.potentials import load
+from calcops.potentials.neighbours import neighbours, pair_vectors
 from calcops.train import __main__ as command
 from calcops.train.datasets import frames_of, read
 from calcops.train.first_model import first_model
-from calcops.train.neighbours import neighbours, pair_vectors
 from calcops.train.trainer import Data, Trainer
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MODELS = {"deep-potential": "Deep Potential", "nep": "NEP"}
 ROUND = 20  # steps
+FRAMES = ROOT / "build/train_potential"
+# {folder: {model: options of calcops.train}}
+SETS = {
+    "silicon": {"deep-potential": "--steps 8000 --smooth 3.6", "nep": "--steps 4000"},
+    "gallium-nitride": {
+        "deep-potential": "--steps 8000 --cutoff 4.2 --smooth 3",
+        "nep": "--steps 4000 --cutoff 4.2",
+    },
+    "silver-copper": {"deep-potential": "--steps 12000", "nep": "--steps 12000"},
+}
 
 
 def run(command, folder):
@@ -76,17 +85,11 @@ def file_of(folder, name):
     return path if path.exists() else folder / f"{name}.xyz"
 
 
-def words_of(options, model):
-    """Return the options of calcops.train for a model."""
-    words = ["--model", model, "--steps", options.steps, *options.words]
-    return [str(word) for word in words]
-
-
-def train(options, model, folder, seed):
-    """Return minutes and errors of a training."""
-    words = [*words_of(options, model), "--seed", seed, "--folder", folder]
-    words += [file_of(options.folder, "train"), "--test", file_of(options.folder, "test")]
-    held_out = options.folder / "held_out.extxyz"
+def train(frames, model, words, folder, seed):
+    """Return minutes and errors of a training on a folder of frames."""
+    words = ["--model", model, *words, "--seed", seed, "--folder", folder]
+    words += [file_of(frames, "train"), "--test", file_of(frames, "test")]
+    held_out = frames / "held_out.extxyz"
     words += ["--validate", held_out] if held_out.exists() else []
     words += ["--tabulated"] if model == "deep-potential" else []
     start = processor_minutes()
@@ -96,14 +99,14 @@ def train(options, model, folder, seed):
     return minutes, [float(number) for number in line.groups()]
 
 
-def step_times(options, images):
+def step_times(models, images):
     """Return the processor time (ms) of a training step of each model, of which each takes turns.
 
     It is the mean of a round of steps, of the quickest of several rounds.
     """
     trainers = {}
-    for model in options.models:
-        parsed = command.parse(["frames", *words_of(options, model)])
+    for model, words in models.items():
+        parsed = command.parse(["frames", "--model", model, *words])
         first, _ = first_model(images, parsed)
         data = Data(frames_of(images, first.type_names), first)
         trainers[model] = Trainer(first, data, steps=1000, seed=0)
@@ -177,47 +180,56 @@ def image_of_zeros(image):
     return image
 
 
-def main():
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=ROOT / "build/train_potential/silicon")
-    parser.add_argument("--steps", type=int, default=8000)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--seeds", type=int, default=1, help="trainings of each model")
-    parser.add_argument("--keep", type=Path, help="a new folder for the trained models")
-    parser.add_argument("words", nargs="*", help="options of calcops.train, after --")
-    options = parser.parse_args()
-    options.folder = options.folder.absolute()
-    torch.set_num_threads(1)
-
-    train_images = read([file_of(options.folder, "train")])
-    rows = []
+def rows_of(frames, models, seeds):
+    """Return the rows of a folder of frames in the table, for {model: options of calcops.train}."""
+    train_images = read([file_of(frames, "train")])
+    trainings = []
     packages = {}
     with tempfile.TemporaryDirectory() as temporary:
-        work = options.keep.absolute() if options.keep else Path(temporary)
-        steps = step_times(options, train_images)
-        for model in options.models:
-            for seed in range(options.seeds):
-                own = work / f"{model}-{seed}"
-                rows.append((model, seed, *train(options, model, own, seed)))
+        steps = step_times(models, train_images)
+        for model, words in models.items():
+            for seed in range(seeds):
+                own = Path(temporary, f"{model}-{seed}")
+                trainings.append((model, str(seed), *train(frames, model, words, own, seed)))
             packages[model] = own / "model.pt2"
         crystal = crystal_of(train_images)
         evaluation = {name: evaluation_time(path, crystal) for name, path in packages.items()}
         lammps = lammps_times(packages, crystal) if ENVIRONMENT.exists() else {}
 
-    print(f"{options.folder.name}: {options.steps} steps {' '.join(options.words)}")
-    print(
-        "| model | seed | energy, meV/atom | force, meV/A | virial, meV/atom "
-        "| processor time, minutes | a step, ms | evaluation, us an atom "
-        "| in LAMMPS, us an atom |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for model, seed, minutes, (energy, force, virial) in rows:
-        in_lammps = f"{lammps[model]:.1f}" if lammps else "-"
-        print(
-            f"| {MODELS[model]} | {seed} | {energy:.2f} | {force:.1f} | {virial:.1f} "
-            f"| {minutes:.1f} | {steps[model]:.1f} | {evaluation[model]:.1f} | {in_lammps} |"
-        )
+    rows = []
+    for model, seed, minutes, (energy, force, virial) in trainings:
+        row = [frames.name, MODELS[model], seed]
+        row += [f"{energy:.2f}", f"{force:.1f}", f"{virial:.1f}", f"{minutes:.1f}"]
+        row += [f"{steps[model]:.1f}", f"{evaluation[model]:.1f}"]
+        row.append(f"{lammps[model]:.1f}" if lammps else "-")
+        rows.append(row)
+    return rows
+
+
+def main():
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each model")
+    parser.add_argument("words", nargs="*", help="options of calcops.train, after --")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.folder:
+        trainings = {options.folder.absolute(): dict.fromkeys(options.models, options.words)}
+    else:
+        trainings = {}
+        for name, models in SETS.items():
+            words = {model: text.split() for model, text in models.items()}
+            trainings[FRAMES / name] = words
+
+    head = ["frames", "model", "seed", "energy, meV/atom", "force, meV/A", "virial, meV/atom"]
+    head += ["processor time, minutes", "a step, ms", "evaluation, us an atom"]
+    head.append("in LAMMPS, us an atom")
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
+    for frames, models in trainings.items():
+        for row in rows_of(frames, models, options.seeds):
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Times of warp_perspective, of cv2.warpPerspective, and of kornia with its backward.
+"""Times of warp_perspective relative to OpenCV and other libraries, as Markdown tables.
 
-    make bench
+    python bench/bench_warp_perspective.py [peers] [speed] [borders] [gradients] [tangents] [small]
 
-Each time is the least of many. The libraries take turns, and each call returns a new result.
-CalcOps gets planar images, and cv2 interleaved ones. The arguments of the script are the names of
-the parts to run: peers speed borders gradients tangents small accuracy. `peers` prints the table of
-results/warp_perspective.md.
+Without words it runs all parts. Each time is the least of many, on one thread. The libraries take
+turns, and each call returns a new result. CalcOps gets planar images, and cv2 interleaved ones.
 """
 
+import itertools
 import sys
 import time
 from functools import partial
@@ -24,10 +23,12 @@ try:
 except ImportError:  # optional
     kornia = None
 try:
+    import torchvision
     from torchvision.transforms.v2.functional import perspective
 except ImportError:  # optional
     perspective = None
 try:
+    import skimage
     from skimage.transform import warp as skimage_warp
 except ImportError:  # optional
     skimage_warp = None
@@ -60,9 +61,8 @@ def homographies(height, width):
 
 
 def best(functions, seconds):
-    """Return the least milliseconds of each function. On one thread it is CPU time, which does not
-    include other processes."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    """Return the least milliseconds of each function, as processor time of the thread."""
+    clock = time.thread_time
     least = [float("inf")] * len(functions)
     for function in functions:
         function()
@@ -75,11 +75,6 @@ def best(functions, seconds):
             function()
             least[i] = min(least[i], 1e3 * (clock() - start))
     return least
-
-
-def set_threads(count):
-    torch.set_num_threads(count)
-    cv2.setNumThreads(count)
 
 
 def random_pixels(height, width, channels, dtype):
@@ -100,58 +95,71 @@ def pair(pixels, matrix, interpolation="linear", border="constant"):
     )
 
 
-def row(name, peer, calcops):
-    print(f"{name:<52}{peer:>10.3f}{calcops:>10.3f}{calcops / peer:>8.2f}", flush=True)
+def print_table(head, rows):
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+    print()
+
+
+def ratio_of(functions, seconds):
+    """Return the time of the second function relative to the first one's."""
+    first, second = best(functions, seconds)
+    return second / first
 
 
 def speed(seconds):
-    for threads in (1, 2):
-        set_threads(threads)
-        for size, shape in SIZES.items():
-            for dtype in ("float32", "uint8"):
-                pixels = random_pixels(*shape, dtype)
-                for name, matrix in homographies(*shape[:2]).items():
-                    times = best(pair(pixels, matrix), seconds)
-                    row(f"{size}, {dtype}, {name}, {threads} thr.", *times)
+    """Print the time relative to OpenCV's, with linear interpolation."""
+    rows = []
+    for size, shape in SIZES.items():
+        for dtype in ("float32", "uint8"):
+            pixels = random_pixels(*shape, dtype)
+            matrices = homographies(*shape[:2])
+            ratios = [ratio_of(pair(pixels, matrix), seconds) for matrix in matrices.values()]
+            rows.append([size, dtype, *(f"{ratio:.2f}" for ratio in ratios)])
+    print_table(["time / OpenCV's", "type", *homographies(2, 2)], rows)
 
 
 def borders(seconds):
-    set_threads(1)
+    """Print the least and the largest time relative to OpenCV's, of three matrices and two sizes."""
     modes = [("linear", border) for border in BORDERS[1:]]
     modes += [("nearest", border) for border in BORDERS]
     modes += [CUBIC]
-    for size, shape in list(SIZES.items())[:2]:
+    rows = []
+    for interpolation, border in modes:
+        row = [interpolation, border]
         for dtype in ("float32", "uint8"):
-            pixels = random_pixels(*shape, dtype)
-            for name, matrix in homographies(*shape[:2]).items():
-                for interpolation, border in modes:
-                    times = best(pair(pixels, matrix, interpolation, border), seconds)
-                    row(f"{size}, {dtype}, {name}, {interpolation}, {border}", *times)
+            ratios = []
+            for shape in list(SIZES.values())[:2]:
+                pixels = random_pixels(*shape, dtype)
+                for matrix in homographies(*shape[:2]).values():
+                    ratios.append(ratio_of(pair(pixels, matrix, interpolation, border), seconds))
+            row.append(f"{min(ratios):.2f}-{max(ratios):.2f}")
+        rows.append(row)
+    print_table(["interpolation", "border", "float32, time / OpenCV's", "uint8"], rows)
 
 
 def gradients(seconds):
-    """Print the times of the forward with the gradients of image and matrix."""
+    """Print the time of the forward with the gradients of image and matrix, relative to kornia's."""
     if kornia is None:
-        print("kornia is not installed")
+        print("kornia is not installed", file=sys.stderr)
         return
-    set_threads(1)
+    rows = []
     for size, (height, width, channels) in SIZES.items():
-        for name, matrix in homographies(height, width).items():
+        row = [size]
+        for matrix in homographies(height, width).values():
             image = torch.rand(1, channels, height, width, requires_grad=True)
             warp = torch.from_numpy(matrix)[None].float().requires_grad_()
             upstream = torch.rand(1, channels, height, width)
-            calls = [
-                lambda i, w, s=(height, width): kornia.geometry.warp_perspective(
-                    i, w, s, align_corners=True
-                ),
-                lambda i, w, s=(height, width): calcops_jit.warp_perspective(i, w, s),
-            ]
+            in_kornia = partial(kornia.geometry.warp_perspective, align_corners=True)
 
-            def both(call, image=image, warp=warp, upstream=upstream):
-                torch.autograd.grad(call(image, warp), (image, warp), upstream)
+            def both(call, inputs=(image, warp), upstream=upstream, size=(height, width)):
+                torch.autograd.grad(call(*inputs, size), inputs, upstream)
 
-            times = best([lambda call=call: both(call) for call in calls], seconds)
-            row(f"{size}, float32, {name}, forward + backward", *times)
+            calls = [partial(both, in_kornia), partial(both, calcops_jit.warp_perspective)]
+            row.append(f"{ratio_of(calls, seconds):.3f}")
+        rows.append(row)
+    print_table(["forward and gradients, time / kornia's", *homographies(2, 2)], rows)
 
 
 def tangents(seconds):
@@ -159,7 +167,6 @@ def tangents(seconds):
 
     Both are divided by the time of the forward.
     """
-    set_threads(1)
     backward = torch.ops.calcops._warp_perspective_backward
     print(f"{'':<52}{'forward ms':>12}{'tangent / forward':>20}{'gradient / forward':>20}")
     for size, (height, width, channels) in SIZES.items():
@@ -189,7 +196,6 @@ def small(_):
 
     The difference is the time of the kernel.
     """
-    set_threads(1)
     image, warp = torch.rand(64, 64), torch.from_numpy(homographies(64, 64)["mild"])
 
     def calls(size):
@@ -198,19 +204,6 @@ def small(_):
 
     empty, full = best([lambda: calls(0), lambda: calls(8)], 2)
     print(f"a call for 8 x 8 pixels {full:.2f} us, for 0 x 0 {empty:.2f} us: {full - empty:.2f} us")
-
-
-def accuracy(_):
-    """Print the largest errors of float32 images, relative to float64 images with the same values.
-    The values are from 0 to 1."""
-    for size, shape in list(SIZES.items())[:2]:
-        pixels = random_pixels(*shape, "float32")
-        for name, matrix in homographies(*shape[:2]).items():
-            exact = pair(pixels.astype(np.float64), matrix)[1]()
-            of_cv2, of_calcops = (call() for call in pair(pixels, matrix))
-            cv2_error = np.abs(np.moveaxis(of_cv2.reshape(shape), 2, 0) - exact.numpy()).max()
-            error = (of_calcops - exact).abs().max().item()
-            print(f"{size}, {name}: cv2 {cv2_error:.1e}, calcops {error:.1e}", flush=True)
 
 
 def libraries(pixels, matrix):
@@ -238,84 +231,65 @@ def libraries(pixels, matrix):
 
     calls = {"calcops": lambda image, warp: calcops_jit.warp_perspective(image, warp, size)}
     if kornia:
-        calls["kornia"] = in_kornia
+        calls[f"kornia {kornia.__version__}"] = in_kornia
     if perspective:
-        calls["torchvision"] = lambda image, _: perspective(
+        calls[f"torchvision {torchvision.__version__}"] = lambda image, _: perspective(
             image, None, None, coefficients=coefficients
         )
     if skimage_warp:
-        calls["scikit-image"] = in_skimage
+        calls[f"scikit-image {skimage.__version__}"] = in_skimage
     return calls
 
 
 def peers(seconds):
-    """Print the errors of float32 and uint8 images of 512 x 512 pixels, and the milliseconds on one
-    thread."""
-    set_threads(1)
-    small, large = SIZES["512 x 512 x 1"], SIZES["1080 x 1920 x 3"]
-    table = {}
-    for shape, dtype in (small, "float32"), (small, "uint8"), (large, "float32"):
+    """Print the errors of float32 and uint8 images, and the times relative to OpenCV's.
+
+    The error of a float32 image, with values from 0 to 1, is the largest difference from a float64
+    image.
+    """
+    cells = {}
+    for size, dtype in itertools.product(list(SIZES)[:2], ("float32", "uint8")):
+        shape = SIZES[size]
         pixels = random_pixels(*shape, dtype)
         matrix = homographies(*shape[:2])["mild"]
         exact = pair(pixels.astype(np.float64), matrix)[1]().numpy()
         image = torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
         warp = torch.from_numpy(matrix)
-
-        def add(name, milliseconds, planes, shape=shape, dtype=dtype, exact=exact):
-            row = table.setdefault(name, {})
-            if dtype == "uint8":
-                row["wrong"] = f"{100 * np.mean(np.rint(planes) != np.rint(exact)):.2g} %"
-            elif shape == small:
-                row["error"] = f"{np.abs(planes - exact).max():.1e}"
-            if dtype == "float32":
-                row[shape] = milliseconds
-
         in_cv2 = pair(pixels, matrix)[0]
-        warped = in_cv2().reshape(pixels.shape)
-        add(f"OpenCV {cv2.__version__}", best([in_cv2], seconds)[0], np.moveaxis(warped, 2, 0))
+        calls = {f"OpenCV {cv2.__version__}": in_cv2}
         for name, call in libraries(pixels, matrix).items():
-            milliseconds = best([partial(call, image, warp)], seconds)[0]
-            add(name, milliseconds, call(image, warp).numpy())
-            if name in ("calcops", "kornia") and shape == small and dtype == "float32":
-                inputs = image.clone().requires_grad_(), warp.float().requires_grad_()
-
-                def both(call=call, inputs=inputs):
-                    torch.autograd.grad(call(*inputs).sum(), inputs)
-
-                table[name]["both"] = best([both], seconds)[0]
-    print_peers(table, small, large)
-
-
-def print_peers(table, small, large):
-    print(
-        "| | worst error, float32 | wrong pixels, uint8 | 512 x 512 "
-        "| 1080 x 1920 x 3 | 512 x 512, both gradients |"
-    )
-    print("|---|---|---|---|---|---|")
-    for name, row in table.items():
-        both = f"{row['both']:.1f} ms" if "both" in row else "-"
-        print(
-            f"| {name} | {row['error']} | {row['wrong']} | {row[small]:.2f} ms "
-            f"| {row[large]:.1f} ms | {both} |"
-        )
+            calls[name] = partial(call, image, warp)
+        times = best(list(calls.values()), seconds)
+        for (name, call), milliseconds in zip(calls.items(), times):
+            planes = call()
+            if call is in_cv2:
+                planes = np.moveaxis(planes.reshape(shape), 2, 0)
+            row = cells.setdefault(name, {})
+            planes = np.asarray(planes)
+            if dtype == "uint8":
+                wrong = np.mean(np.rint(planes) != np.rint(exact))
+                row[f"wrong pixels, {size}"] = f"{100 * wrong:.2g} %"
+            else:
+                row[f"error, {size}"] = f"{np.abs(planes - exact).max():.1e}"
+                row[f"time / OpenCV's, {size}"] = f"{milliseconds / times[0]:.2f}"
+    columns = cells["calcops"]
+    rows = [[name, *(row[column] for column in columns)] for name, row in cells.items()]
+    print_table(["library", *columns], rows)
 
 
 PARTS = {
     "peers": (peers, 1),
-    "accuracy": (accuracy, 0),
-    "small": (small, 0),
     "speed": (speed, 0.5),
     "borders": (borders, 0.1),
     "gradients": (gradients, 1),
     "tangents": (tangents, 1),
+    "small": (small, 0),
 }
 
 
 def main():
-    print(
-        f"cv2 {cv2.__version__}, kornia {kornia and kornia.__version__}, torch {torch.__version__}"
-    )
-    print(f"{'milliseconds':<52}{'theirs':>10}{'calcops':>10}{'ratio':>8}")
+    torch.set_num_threads(1)
+    cv2.setNumThreads(1)
     for name in sys.argv[1:] or PARTS:
         part, seconds = PARTS[name]
         part(seconds)

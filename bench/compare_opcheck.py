@@ -11,7 +11,8 @@ each in a process of its own, because a fault may end the process:
 - calcops_jit.test, which draws calls from the contract. The table has its first finding, the
   processor seconds until then, and how many numbers the tensors of the shrunk call have.
 
-Prints the table in Markdown. The operators without faults run first, and must pass every check.
+Prints how many faults each check finds, and which ones. The operators without faults run first, and
+must pass every check.
 """
 
 import contextlib
@@ -150,11 +151,18 @@ def main():
             if alarm not in ("", WITHOUT_DERIVATIVES):
                 sys.exit(f"{check} finds in {operator} without a fault: {alarm}")
     fault = faults()
-    print("|", " | ".join(["operator", "fault", *CHECKS]), "|")
+    columns = {}
+    for check in CHECKS:
+        of_operators = [found_by(check, "faulty", name)[name] for name in operators]
+        columns[check] = [cell or "-" for cell in of_operators]
+    print("| check | finds |\n|---|---|")
+    for check, cells in columns.items():
+        count = sum(cell not in ("-", WITHOUT_DERIVATIVES) for cell in cells)
+        print(f"| {check.partition(':')[0]} | {count} of {len(operators)} faults |")
+    print("\n|", " | ".join(["operator", "fault", *CHECKS]), "|")
     print("|---" * (2 + len(CHECKS)) + "|")
-    for operator in operators:
-        cells = [found_by(check, "faulty", operator)[operator] or "-" for check in CHECKS]
-        print("|", " | ".join([f"`{operator}`", fault[operator], *cells]), "|", flush=True)
+    for operator, *cells in zip(operators, *columns.values(), strict=True):
+        print("|", " | ".join([f"`{operator}`", fault[operator], *cells]), "|")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write the files that are generated from the operators' registered schemas and documentation:
-the tables of README.md and calcops/README.md, the reference parts of ops/README.md and
-calcops/ops/README.md, and for the core the type stubs and the C++ header for hosts.
+the reference parts of ops/README.md and calcops/ops/README.md, and for the core the type stubs and
+the C++ header for hosts.
 
     make docs
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import calcops.ops
@@ -86,10 +87,24 @@ class _Operator:
         self.results = [_types(result.split()[0]) for result in results]
 
     def table_row(self) -> str:
-        return f"| [`{self.name}`](ops/README.md#{self.name.lower()}) | {self.sentence} |"
+        return f"| [`{self.name}`](#{self.name.lower()}) | {self.sentence} |"
 
-    def section(self) -> str:
-        return f"### `{self.name}`\n\n```text\n{self.schema}\n\n{self.text}\n```"
+    def documented_arguments(self) -> dict[str, str]:
+        """Return {argument: its description, with the lines of the documentation}."""
+        arguments = self.text.split("\n\n")[1]
+        entries = re.findall(r"^(\w+) .+(?:\n .+)*", arguments, re.MULTILINE)
+        return dict(zip(entries, re.split(r"\n(?! )", arguments), strict=True))
+
+    def section(self, common: dict[str, str]) -> str:
+        """Return the text without the arguments that are `common`: {argument: description}."""
+        summary, _, *rest = self.text.split("\n\n")
+        arguments = self.documented_arguments()
+        named = [name for name, text in arguments.items() if common.get(name) == _unwrapped(text)]
+        own = [text for name, text in arguments.items() if name not in named]
+        text = "\n\n".join([self.schema, summary, *filter(None, ["\n".join(own)]), *rest])
+        links = ", ".join(f"`{name}`" for name in named)
+        link = f"[In common](#arguments-in-common): {links}.\n\n" if named else ""
+        return f"### `{self.name}`\n\n{link}```text\n{text}\n```"
 
     def stub(self) -> str:
         arguments = []
@@ -129,6 +144,36 @@ inline {result} {function}(
 """
 
 
+def _unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _common_arguments(operators: list[_Operator]) -> dict[str, str]:
+    """Return {argument: description} of those that several operators describe in the same words.
+
+    Where an argument has several such descriptions, the one of most operators counts.
+    """
+    described = Counter()
+    for operator in operators:
+        arguments = operator.documented_arguments()
+        described.update((name, _unwrapped(text)) for name, text in arguments.items())
+    common = {}
+    for (name, text), times in described.items():
+        if times > max(1, described[name, common.get(name)]):
+            common[name] = text
+    return common
+
+
+def _arguments_in_common(common: dict[str, str]) -> str:
+    """Return the section that describes the arguments in common."""
+    width = max(map(len, common)) + 2
+    lines = []
+    for name, text in common.items():
+        description = text.removeprefix(name).strip()
+        lines += textwrap.wrap(name.ljust(width) + description, 100, subsequent_indent=" " * width)
+    return "\n".join(["### Arguments in common", "", "```text", *lines, "```"])
+
+
 def _module_stub() -> str:
     """Return the stub of calcops_jit: type checkers read no types from a single module."""
     nodes = []
@@ -165,17 +210,13 @@ def _sorted(attributes: dict) -> list[_Operator]:
     return sorted(operators, key=lambda o: (o.is_old, not o.name.startswith("force"), o.name))
 
 
-def _pages(folder: Path, operators: list[_Operator]) -> dict[Path, str]:
-    """Return a folder's README with a table of operators, and the one of its ops/ with their text."""
+def _page(reference: Path, operators: list[_Operator]) -> str:
+    """Return the text of a reference page, with a table of operators and a section for each."""
     table = ["| operator | what it computes |", "|---|---|"]
     table += [o.table_row() for o in operators if not o.is_old]
-    sections = "\n\n".join(o.section() for o in operators)
-    page = folder / "README.md"
-    reference = folder / "ops/README.md"
-    return {
-        page: _between_marks(page, table),
-        reference: _between_marks(reference, ["", sections, ""]),
-    }
+    common = _common_arguments(operators)
+    sections = [_arguments_in_common(common), *(o.section(common) for o in operators)]
+    return _between_marks(reference, ["", *table, "", "\n\n".join(sections), ""])
 
 
 def _rendered() -> dict[Path, str]:
@@ -183,10 +224,10 @@ def _rendered() -> dict[Path, str]:
     calcops_jit.library_path()  # BuildError: without operators, the files would be emptied
     operators = _sorted(vars(calcops_jit))
     models = _sorted(calcops.ops.library.operators)
+    pages = {_ROOT / "ops/README.md": operators, _ROOT / "calcops/ops/README.md": models}
     imports = "from collections.abc import Sequence\n\nfrom torch import Tensor\n"
     return {
-        **_pages(_ROOT, operators),
-        **_pages(_ROOT / "calcops", models),
+        **{page: _page(page, listed) for page, listed in pages.items()},
         _ROOT / "_calcops_jit/operators.pyi": "\n".join(
             [f"# {_ORIGIN}", imports, *(o.stub() for o in operators)]
         ),

@@ -11,8 +11,9 @@ that the fault can change, each for `--seconds` of processor time, until a check
 that it cannot find are listed below the table with the reason.
 
 mutations.txt lists the faults. They are made in a copy of the tree with a cache of its own, which
-begins with the operators of the user's cache. The printed table is Markdown. A mutation that
-SURVIVED needs a test. The tests of the unchanged tree must pass; this is not checked.
+begins with the operators of the user's cache. Prints a sentence and a table in Markdown, and the
+progress on stderr. A mutation that is "not found" needs a test. The tests of the unchanged tree must
+pass; this is not checked.
 """
 
 import argparse
@@ -116,10 +117,19 @@ def failing_test(tree, words, cache):
         return "", seconds
     if result.returncode < 0:
         return f"{tests[0]} ends by {signal.Signals(-result.returncode).name}", seconds
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", result.stdout, re.MULTILINE)
+    failed = failed_test(result.stdout)
     if not failed:  # pytest itself failed, because the mutation or its arguments are wrong
         print(result.stdout[-3000:], result.stderr[-3000:], file=sys.stderr)
-    return failed[1] if failed else "", seconds
+    return failed, seconds
+
+
+def failed_test(printed):
+    """Return the first test that failed, from what pytest printed, or "".
+
+    The contract test prints lines that begin with FAILED, too.
+    """
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py::.*?)(?: - .*)?$", printed, re.MULTILINE)
+    return failed[1] if failed else ""
 
 
 # ---- the contract test --------------------------------------------------------------------------
@@ -130,7 +140,7 @@ def reason_to_leave_out(path, mutation):
     folders = [ROOT / name for name in ("contracts", *LIBRARIES.values())]
     if not any(path.is_relative_to(folder) for folder in folders):
         return "not the code of operators"
-    return "CUDA" if path.suffix == ".cu" else mutation.unseen
+    return "kernels for CUDA" if path.suffix == ".cu" else mutation.unseen
 
 
 def operators_of(tree, path):
@@ -205,9 +215,7 @@ def main():
             left_out.setdefault(reason, []).append(mutation.what)
         else:
             chosen.append(mutation)
-    figures = "processor seconds | numbers" if options.contract else "seconds"
-    print(f"| what is wrong | found by | {figures} |\n|---|---|{'---|' * (1 + options.contract)}")
-    survived = 0
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "calcops")
         cache = os.path.join(folder, "cache")
@@ -222,15 +230,27 @@ def main():
             else:
                 found_by, *figures = failing_test(tree, mutation.tests, cache)
             path.write_text(text)
-            survived += not found_by
-            name = f"`{found_by.removeprefix('tests/')}`" if found_by else "**SURVIVED**"
-            print("|", " | ".join([mutation.what, name, *figures]), "|", flush=True)
+            rows.append((mutation.what, found_by, *figures))
+            print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+    print_page(rows, left_out, options.contract)
+
+
+def print_page(rows, left_out, by_contract):
+    """Print how many mutations are found, each of them, and the ones that were not tried."""
+    seconds = [float(row[2]) for row in rows if row[1]]
+    checker = "contract test" if by_contract else "tests"
+    print(f"The {checker} found {len(seconds)} of {len(rows)} faults.", end=" ")
+    print(f"The slowest took {max(seconds, default=0):.0f} s.\n")
+    figures = "processor seconds | numbers" if by_contract else "seconds"
+    print(f"| what is wrong | found by | {figures} |\n|---|---|{'---|' * (1 + by_contract)}")
+    for what, found_by, *numbers in rows:
+        name = f"`{found_by.removeprefix('tests/')}`" if found_by else "**not found**"
+        print("|", " | ".join([what, name, *numbers]), "|")
     if left_out:
-        print("\n| not tried | reason |\n|---|---|")
+        print("\n| not tried | why |\n|---|---|")
     for reason, names in left_out.items():
-        print(f"| {'; '.join(names)} | {reason} |")
-    print(f"\n{len(chosen)} mutations, {survived} survived", file=sys.stderr)
-    sys.exit(survived > 0)
+        few = "; ".join(names) if len(names) < 4 else f"{len(names)} faults"
+        print(f"| {few} | {reason} |")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ results/nep.png.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from ase.eos import EquationOfState
 from calcops.ase import CalcOps
 from calcops.nep.model import Nep
 from calcops.nep.nep_file import NepFile
-from calcops.train.neighbours import neighbours, pair_vectors
+from calcops.potentials.neighbours import neighbours, pair_vectors
 
 CUTOFFS = 5.5, 4.5  # radial and angular, A
 FUNCTIONS, BASIS, NEURONS = 7, 9, 20
@@ -101,7 +102,7 @@ def train(model, data, steps):
         optimizer.step()
         schedule.step()
         if step % 500 == 0:
-            print(f"step {step}: loss {loss.item():.2e}", flush=True)
+            print(f"step {step}: loss {loss.item():.2e}", file=sys.stderr)
     return model.eval()
 
 
@@ -139,6 +140,9 @@ def draw(curves, path):
     axes.set_ylabel("energy of an atom, eV")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    axes.set_title(
+        "A NEP that was trained on EMT follows it in both lattices of copper", fontsize=10
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -166,7 +170,7 @@ def main():
     for name, of_calculator in curves.items():
         a, modulus, above = properties(of_calculator)
         print(f"| {name} | {a:.4f} | {modulus:.1f} | {above:.1f} |")
-    print(f"held-out frames: energy {rmse[0]:.2f} meV/atom, force {rmse[1]:.1f} meV/A")
+    print(f"\nHeld-out frames: energy {rmse[0]:.2f} meV/atom, force {rmse[1]:.1f} meV/A.")
     draw(curves, Path(__file__).resolve().parent / "results" / "nep.png")
 
 
