@@ -1,6 +1,7 @@
 """Rules for files: where an operator's files lie, and what each kind of file may include."""
 
 import ast
+import graphlib
 import re
 import sys
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # {a library's folder: its files beside the folders of operators}
 LIBRARIES = {
-    ROOT / "ops": {"either.h", "float16.h", "force_terms.h", "README.md"},
+    ROOT / "ops": {"float16.h", "force_terms.h", "README.md"},
     ROOT / "calcops" / "ops": {
         "b_splines.h",
         "directions.h",
         "duals.h",
-        "real_arrays.h",
+        "find_pairs.h",
+        "pairs.h",
+        "simd.h",
         "__init__.py",
         "README.md",
     },
@@ -78,7 +81,6 @@ def test_an_operator_is_a_folder_of_its_files_and_a_test(folder):
     own = rf"{operator}(_(\w+_)?cpu)?\.cpp|{operator}\.cu|{operator}(_\w+)?\.h"
     assert f"{operator}.cpp" in files
     assert not [file for file in files if not re.fullmatch(own, file)]
-    assert f"{operator}.h" in files or files == {f"{operator}.cpp"}, "kernels have a header"
     assert list((ROOT / "tests" / "operators").glob(f"test_{operator}*.py"))
 
 
@@ -203,6 +205,35 @@ def test_the_core_imports_nothing_but_torch_and_python():
             found.setdefault(module, set()).add(path.name)
     assert found.pop("IPython") == {"messages.py", "notebook.py"}, "only in a notebook"
     assert not found
+
+
+def packages_used(path):
+    """Return the packages calcops.* that a file of one imports, without `calcops.`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        level = getattr(node, "level", 0)  # a package may import its own modules by `from .`
+        assert level < 2, f"{name(path)} imports another package by a relative name"
+    found = {name.split(".")[1] for name in names if name.startswith("calcops.")}
+    own = path.relative_to(ROOT / "calcops").parts[0].removesuffix(".py")
+    return found - {own, "__main__"}
+
+
+def test_a_package_uses_those_that_the_table_of_layers_names():
+    table = (ROOT / "docs" / "how_it_hangs_together.md").read_text()
+    rows = re.findall(r"^\| `calcops\.(\w+)` \| .+ \| (.+) \|$", table, re.MULTILINE)
+    uses = {package: set(names.split(", ")) for package, names in rows}
+    list(graphlib.TopologicalSorter(uses).static_order())  # raises CycleError
+    for package, names in uses.items():
+        folder = ROOT / "calcops" / package
+        files = list(folder.rglob("*.py")) or [folder.with_suffix(".py")]
+        assert set().union(*map(packages_used, files)) == names, package
+    packages = {path.name for path in (ROOT / "calcops").iterdir() if path.is_dir()}
+    modules = {path.stem for path in (ROOT / "calcops").glob("[!_]*.py")}
+    assert uses.keys() == (packages | modules) - {"__pycache__", "ops"}
 
 
 def test_the_packages_import_nothing_from_examples():

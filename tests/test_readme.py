@@ -45,7 +45,7 @@ def test_the_program_of_a_package_prints_what_is_shown(page, capsys, monkeypatch
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_link_to_a_file_or_heading_has_its_target(page):
-    links = re.findall(r"\]\(([^)\s]+)\)", without_code(TEXTS[page]))
+    links = re.findall(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)", without_code(TEXTS[page]))
     for link in links:
         if re.match(r"https?://", link):
             continue
@@ -71,36 +71,8 @@ def test_the_program_in_cpp_builds_as_shown_and_prints_what_is_shown(tmp_path):
     assert printed.splitlines()[-1] == re.search(r"host +# (.*)", commands)[1]
 
 
-def test_the_headline_ratios_are_those_of_the_table():
-    lines = TEXTS["bench/results/force.md"].splitlines()
-    header, _, *rows = [line for line in lines if line.startswith("|")]
-    columns = [name.strip() for name in header.split("|")]
-    patterns = {
-        "torch": r"is \[(\d+) to (\d+) times\]",
-        "torch.compile": r"and (\d+) to (\d+) times as fast as `torch",
-    }
-    for name, pattern in patterns.items():
-        ratios = [int(row.split("|")[columns.index(name)].strip(" x")) for row in rows]
-        least, largest = re.search(pattern, TEXTS["README.md"]).groups()
-        assert (int(least), int(largest)) == (min(ratios), max(ratios))
-
-
-def test_the_headline_percentages_of_deepmd_are_those_of_the_table():
-    uncompressed = []
-    compressed = []
-    rows = r"^ *\| \d+ of \w+ \| \d \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|"
-    for row in re.findall(rows, TEXTS["calcops/deepmd/README.md"], re.MULTILINE):
-        pb, compressed_pb, calcops, tabulated = map(int, row)
-        uncompressed.append(round(100 * calcops / pb))
-        compressed.append(round(100 * tabulated / compressed_pb))
-    assert len(uncompressed) == 6
-    shown = re.search(
-        r"\[(\d+)-(\d+) %\]\(calcops/deepmd/README.md\).*?`--tabulated` (\d+)-(\d+) %",
-        TEXTS["README.md"],
-        re.DOTALL,
-    )
-    expected = min(uncompressed), max(uncompressed), min(compressed), max(compressed)
-    assert tuple(map(int, shown.groups())) == expected
+def test_the_front_page_has_at_most_600_words():
+    assert len(TEXTS["README.md"].split()) <= 600
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -131,7 +103,8 @@ def test_the_map_of_the_loader_names_every_module_and_what_it_imports():
     """A row begins with the module as `folder/name`, and ends with its imports without folders."""
     package = ROOT / "_calcops_jit"
     page = TEXTS["docs/how_it_hangs_together.md"]
-    rows = re.findall(r"^\| \[([\w/]+)\]\(\S+\) \| .+ \| ?(.*) \|$", page, re.MULTILINE)
+    table = page.partition("## Modules")[2]
+    rows = re.findall(r"^\| \[([\w/]+)\]\(\S+\) \| .+ \| ?(.*) \|$", table, re.MULTILINE)
     modules = {"calcops_jit": ROOT / "calcops_jit.py"}
     for path in [*package.glob("[!_]*.py"), *package.glob("[!_]*/[!_]*.py")]:
         modules[str(path.relative_to(package).with_suffix(""))] = path

@@ -14,8 +14,9 @@ from programs import ROOT, assert_needs_no_python, blocks, run
 from torch._inductor import config
 
 FOLDER = ROOT / "examples" / "aot_inductor_force"
+PACKAGES = ROOT / "tests" / "packages"
 sys.path.append(str(FOLDER))
-from calcops.nep import load as load_nep  # noqa: E402
+from calcops.potentials import LennardJones  # noqa: E402
 from calcops.potentials.package import save  # noqa: E402
 from energy_model import EnergyModel  # noqa: E402
 
@@ -77,12 +78,26 @@ def test_the_package_in_python_is_equal_to_eager(ran):
     assert all(float(difference) <= 1e-12 for difference in differences)
 
 
-def test_the_host_runs_a_package_of_calcops_nep(ran, build):
-    """Its ions are the first two of the file's three types."""
-    model = load_nep(ROOT / "tests" / "packages" / "nep_models" / "nep4_types.txt")
-    save(model, build / "nep.pt2")
-    run(build / "host", build / "nep.pt2", "cpu", build / "nep_results.pt")
-    for types, list_neigh, Rij, *tensors in torch.load(build / "nep_results.pt"):
+def model_of(kind):
+    """Return a model of two types or more."""
+    if kind == "Lennard-Jones":
+        return LennardJones([0.01, 0.02], [2.0, 2.2], 4.0, units="metal", type_names=["Na", "Cl"])
+    for module in ("scipy", "vesin"):
+        pytest.importorskip(module, reason=f"needs {module} (extra `deepmd`)")
+    from calcops import deepmd, nep
+
+    if kind == "NEP":
+        return nep.load(PACKAGES / "nep_models/nep4_types.txt")
+    return deepmd.load(PACKAGES / "deepmd_models/pairs.pth")
+
+
+@pytest.mark.parametrize("kind", ["Lennard-Jones", "NEP", "Deep Potential"])
+def test_the_host_runs_a_package_of_every_kind_of_potential(ran, build, kind):
+    """Its ions are the first two of the model's types."""
+    model = model_of(kind)
+    save(model, build / "imported.pt2")
+    run(build / "host", build / "imported.pt2", "cpu", build / "imported_results.pt")
+    for types, list_neigh, Rij, *tensors in torch.load(build / "imported_results.pt"):
         eager = model(types, list_neigh, Rij, ghosts(types, list_neigh))
         for result, expected in zip(tensors[:5], eager, strict=True):
             assert_close(result, expected)

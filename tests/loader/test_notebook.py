@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from checkout import CONTRACT, HERE, cache_with_runtime, clean_environment, compiler
+from programs import blocks
 
 import calcops_jit
 
@@ -416,6 +417,14 @@ def test_the_example_notebook_gives_its_committed_outputs(tmp_path):
                 assert old.shape == new.shape
                 assert abs(old - new).mean() < 0.02
                 assert new.std() > 0.1
+
+
+def test_the_cell_of_the_front_page_is_tested_and_defines_its_operator(kernel):
+    pytest.importorskip("hypothesis")
+    (cell,) = blocks("README.md", "cpp")
+    text = kernel.run(cell.replace("%%operator mine", "%%operator front"))
+    assert re.search(r"^front::twice: \d+ calls, \d+ checks", text.out, re.MULTILINE), text
+    assert "42." in kernel.run("print(twice(torch.tensor([21.0]).double()))").out
 
 
 def test_a_cell_with_test_is_tested_by_its_contract(kernel):
