@@ -14,7 +14,7 @@ TorchScript.
     stop = calcops_jit.watch()              # reloads on every save, until stop() is called
     %%operator mine                         # in a notebook: compiles the C++ in this cell
 
-    calcops_jit.test("mine.cpp")            # draws calls from the contracts; no test is written
+    calcops_jit.test("mine.cpp")            # draws calls from the contracts; you write no test
 
     python -m calcops_jit --help            # build, test, where, why, export, prebuild, clean
 
@@ -22,7 +22,7 @@ The variables CALCOPS_CACHE, CALCOPS_CUDA, CALCOPS_BUILD, CALCOPS_CFLAGS, CALCOP
 MAX_JOBS, TORCH_CUDA_ARCH_LIST and CUDA_HOME are explained in _calcops_jit/README.md.
 
 After a failed build, the import succeeds, and every use of an operator raises BuildError. `load`
-works nevertheless.
+still works.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load(
 
     Args:
         name: name of the library; also the macro TORCH_EXTENSION_NAME and the namespace of its
-            contracts. It is none of PyTorch's own namespaces.
+            contracts. It can't be one of PyTorch's own namespaces.
         sources: paths of .cpp and .cu files. A .c file is compiled as C++. A folder stands for all
             sources below it, and is searched for headers.
         extra_cflags: flags for C++, after -O3 -fvisibility=hidden -fno-gnu-unique. A string is
@@ -85,15 +85,15 @@ def load(
         extra_ldflags: flags for the linker, objects and archives.
         extra_include_paths: folders of headers.
         verbose: print what ninja prints.
-        with_cuda: build for CUDA; default: if there is a .cu source. "auto": as the project's
+        with_cuda: build for CUDA; default: if there is a .cu source. "auto": like the project's
             operators, if CALCOPS_CUDA, a GPU or TORCH_CUDA_ARCH_LIST asks for it. Otherwise .cu
-            sources are left out, and a contract's operator says for a CUDA tensor why.
-        native: compile as the project's operators: for this machine's processor, with OpenMP, -Wall
-            and CALCOPS_CFLAGS. Without it, at::parallel_for is a plain loop unless -fopenmp is in
-            extra_cflags and in extra_ldflags.
-        check: make an index that is out of bounds an error of the call. This is for views of a
-            contract's kernels, and slower. The same call with another `check` exchanges the
-            kernels of the library in place.
+            sources are left out, and a contract's operator says why when it gets a CUDA tensor.
+        native: compile like the project's operators, for this machine's processor, with OpenMP,
+            -Wall and CALCOPS_CFLAGS. Without it, at::parallel_for is a plain loop unless -fopenmp
+            is in extra_cflags and extra_ldflags.
+        check: make an out-of-bounds index into the views of a contract's kernels an error of the
+            call. This is slower. The same call with another `check` exchanges the library's
+            kernels in place.
 
     Returns:
         A Library: its operators are attributes, and also in the dictionary `operators`. Its `path`
@@ -108,7 +108,7 @@ def load(
 
 
 def reload() -> list[str]:
-    """Rebuild the libraries of this process whose sources or headers changed.
+    """Rebuild this process's libraries whose sources or headers changed.
 
     Every call that begins afterwards uses the new kernels. This includes calls from other threads,
     through torch.ops handles and compiled or scripted functions, and in the backward pass of an
@@ -147,7 +147,7 @@ def watch(seconds: float = 0.3) -> Callable[[], None]:
 
 
 def load_ipython_extension(shell) -> None:
-    """Register the cell magic %%operator. The import does so in IPython, and so does %load_ext."""
+    """Register the cell magic %%operator, as the import in IPython and %load_ext do."""
     from _calcops_jit import notebook
 
     shell.register_magic_function(notebook.operator, "cell")

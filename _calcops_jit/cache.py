@@ -133,7 +133,7 @@ def _verified(path: str, is_shipped: bool = False):
     is_ours = status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
     if not stat.S_ISREG(status.st_mode) or not (is_ours or is_shipped):
         os.close(fd)
-        raise ValueError(f"{path} is no file that only this user and root can write")
+        raise ValueError(f"{path} is not a file that only this user and root can write")
     return open(fd, "rb")
 
 

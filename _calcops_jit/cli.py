@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _build(options: argparse.Namespace) -> None:
-    """build the operators if need be, and print the library's path"""
+    """build the operators if needed, and print the library's path"""
     # A prebuilt library is for many processors. The user wants one for exactly this processor.
     print(_built(request_named(options.name)).path)
 
@@ -103,7 +103,7 @@ def _add_options_of_test(parser: argparse.ArgumentParser) -> None:
     add("--operators", default="[!_]*", help=help_text)
     add("--seconds", type=float, default=60, help="processor seconds for each operator")
     add("--only", default="", metavar="CHECKS", help="names of checks, with commas")
-    add("--seed", type=int, default=0, help="of the draws; the same seed repeats them")
+    add("--seed", type=int, default=0, help="seed of the draws; the same seed repeats them")
     help_text = "a Python file with the dictionaries `reference` or `adjust` of calcops_jit.test"
     add("--cases", metavar="FILE", help=help_text)
     for name in _EXTRA:
@@ -111,7 +111,7 @@ def _add_options_of_test(parser: argparse.ArgumentParser) -> None:
 
 
 def _test(options: argparse.Namespace) -> int:
-    """draw calls from contracts and check what operators promise; 1 if a check fails"""
+    """draw calls from contracts and check what operators promise; exit status 1 if a check fails"""
     from . import testing
 
     if options.cases:
@@ -164,7 +164,7 @@ def _key(wanted: Request, folders: list[str]) -> str:
 
 
 def _why(options: argparse.Namespace) -> int:
-    """name the input that changed since the last build; 1 if there is one"""
+    """name the input that changed since the last build; exit status 1 if there is one"""
     wanted = request_named(options.name)
     reasons: list[str] = []
     found = _find(wanted, reasons)
@@ -211,7 +211,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _prebuild(options: argparse.Namespace) -> None:
-    """put a library for machines without a compiler beside its sources"""
+    """put a library for machines without a compiler next to its sources"""
     print(prebuilt.write(request_named(options.name)))
 
 

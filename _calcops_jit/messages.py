@@ -22,9 +22,9 @@ No space left on device|Disk quota exceeded
 version [`'](?:GLIBCXX|CXXABI|GCC)_\S+ not found
     an older library than the compiler's was loaded first -> export LD_PRELOAD=$(c++ -print-file-name=libstdc++.so.6)
 Killed signal|Killed$|(?:terminated with|due to) signal 9|Cannot allocate memory|out of memory|memory exhausted
-    the compiler was killed, most likely for lack of memory -> export MAX_JOBS=1
+    the compiler was killed, probably because memory ran out -> export MAX_JOBS=1
 same name and overload name multiple times|Only a single TORCH_LIBRARY
-    it registers what is registered already -> restart Python, or load only one of the two libraries
+    it registers something that is already registered -> restart Python, or load only one of the two libraries
 Python\.h(?:: No such file|' file not found)
     Python's headers are missing -> install python3-dev, or conda's Python
 (?:before .\(. token|specifier|unknown type name '\w+')\n[ |\d]*TORCH_LIBRARY(?:_FRAGMENT|_IMPL)?\b
@@ -65,7 +65,7 @@ expected (?:unqualified-id|an identifier).*\n.*\b(?:Contract|Kernel)\(
 unterminated raw string|raw string missing terminating
     a contract does not end -> end it with )");
 missing (?:terminating|closing) .*(?:"|quote)
-    a string ends with its line -> write a contract as R"(...)", with the R before the quotation mark
+    a string isn't closed on its line -> write a contract as R"(...)", with the R before the quotation mark
 [‘']Tensor[’'] (?:was not declared|does not name a type)|(?:undeclared identifier|unknown type name) 'Tensor'|identifier "Tensor" is undefined
     C++ does not know the type Tensor -> write a contract as R"(...)"; PyTorch's type is at::Tensor
 """  # noqa: E501

@@ -15,34 +15,34 @@ def force(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
+                 n*K < 2^32 on CUDA. Index of the neighbour within the frame, from 0:
                  the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
-                 A row may name an atom several times, and also its own atom (a periodic image).
+                 A row may name an atom several times, even its own (a periodic image).
     dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
                  dE_tot/dRi, energy.
     Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
                  atom, 1/length.
     nghost       0 to 2^40. Number of ghost atoms.
     neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
-                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
-                 search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
-                 for bit with and without it. With the index of another list, forces are wrong on CUDA.
-                 It is an error on either device with CALCOPS_CHECK=1.
+                 The result of neighbor_index(list_neigh, nghost), or None. It saves CUDA kernels the
+                 search for the slots that name an atom; CPU kernels ignore it. Results are the same bit
+                 for bit with and without it. The index of another list gives wrong forces on CUDA, or
+                 an error on either device with CALCOPS_CHECK=1.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
 
-    Each filled slot is a pair of the row's atom and the atom that the slot names. The pair puts the
-    force g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g
-    over the slots that name atom a, minus the sum of g over the slots in row a. The caller adds the
-    force on a ghost to the atom of which it is an image.
+    Each filled slot pairs the row's atom with the atom that the slot names. The pair puts the force
+    g = sum_c dE[c] Ri_d[c, :] on the named atom, and -g on the row's atom. F_a is the sum of g over
+    the slots that name atom a, minus the sum of g over the slots in row a. Adding the force on a
+    ghost to the atom that it mirrors is left to the caller.
 
-    Differentiable to any order in dE and Ri_d, in reverse and in forward mode. The values of dE and
-    Ri_d in an empty slot are never used, and every derivative there is exactly 0. Deterministic.
+    Differentiable to any order in dE and Ri_d, in reverse and forward mode. Values of dE and Ri_d in
+    an empty slot are never used, and every derivative there is exactly 0. Deterministic.
 
-    A list entry < -1 or >= n + nghost is an error on the CPU. On CUDA the force on the row's atom
-    becomes NaN. With CALCOPS_CHECK=1 in the environment it is an error on CUDA too, but each call
-    then waits for the GPU.
+    A list entry < -1 or >= n + nghost is an error on the CPU. On CUDA it makes the force on the row's
+    atom NaN; with CALCOPS_CHECK=1 in the environment, which makes each call wait for the GPU, it is
+    an error there too.
     """
 
 def force_virial(
@@ -58,9 +58,9 @@ def force_virial(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
+                 n*K < 2^32 on CUDA. Index of the neighbour within the frame, from 0:
                  the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
-                 A row may name an atom several times, and also its own atom (a periodic image).
+                 A row may name an atom several times, even its own (a periodic image).
     dE           [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
                  dE_tot/dRi, energy.
     Ri_d         [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
@@ -68,23 +68,23 @@ def force_virial(
     Rij          [B, n, K, 3]; like dE. The vector r_j - r_i, length.
     nghost       0 to 2^40. Number of ghost atoms.
     neighbor_index  [B, n + nghost + n*K]; int32; n*K < 2^31.
-                 The result of neighbor_index(list_neigh, nghost), or None. It spares CUDA kernels a
-                 search for the slots that name an atom. CPU kernels ignore it. Results are the same bit
-                 for bit with and without it. With the index of another list, forces are wrong on CUDA.
-                 It is an error on either device with CALCOPS_CHECK=1.
+                 The result of neighbor_index(list_neigh, nghost), or None. It saves CUDA kernels the
+                 search for the slots that name an atom; CPU kernels ignore it. Results are the same bit
+                 for bit with and without it. The index of another list gives wrong forces on CUDA, or
+                 an error on either device with CALCOPS_CHECK=1.
 
     Returns
     force        [B, n + nghost, 3]; like dE. Energy/length.
     virial       [B, 3, 3]; like dE. Energy.
     atom_virial  [B, n + nghost, 3, 3]; like dE. Energy.
 
-    g is the force of a pair, as for calcops::force. virial[a][b] is the sum of g[a] Rij[b] over all
-    pairs of a frame. atom_virial gives each pair's term to the neighbour j. Stress is
+    g is the force of a pair, as in calcops::force. virial[a][b] is the sum of g[a] Rij[b] over all
+    pairs of a frame. atom_virial assigns each pair's term to the neighbour j. Stress is
     -virial / volume.
 
-    Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and in
-    forward mode. Empty slots, wrong entries and determinism: as for calcops::force. On CUDA, the
-    atom_virial of an atom and the virial of its frame become NaN with its force.
+    Differentiable to any order in dE, Ri_d and Rij through all three outputs, in reverse and forward
+    mode. Empty slots, wrong entries and determinism are as in calcops::force. If an atom's force
+    becomes NaN on CUDA, so do its atom_virial and the virial of its frame.
     """
 
 def edge_force(
@@ -97,17 +97,16 @@ def edge_force(
     """Force on every atom from the gradients of the energy along the edges of a graph.
 
     edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
-                   Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+                   Row 0 is the centre i, row 1 the neighbour j, from 0; edges in any order. -1 in either
                    row masks the edge.
     edge_gradient  [E, 3]; float32 or float64. The derivative dE/d(edge_vec), energy/length, with
-                   edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
-                   transposed, is not copied on the CPU.
-    natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
+                   edge_vec = r_j - r_i (plus the shift of a periodic image). The transpose of a
+                   contiguous [3, E] isn't copied on the CPU.
+    natoms         0 to 2^40. Number of atoms in all frames, including ghosts.
     edge_order     [natoms + 2E]; int32; E < 2^30.
                    The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
-                   itself. CPU kernels ignore this argument. With the edge_order of another graph,
-                   forces are wrong on CUDA. It is an error on either device with CALCOPS_CHECK=1.
-                   E must be below 2^30, as for calcops::edge_order.
+                   itself. CPU kernels ignore this argument. The order of another graph gives wrong
+                   forces on CUDA, or an error on either device with CALCOPS_CHECK=1.
 
     Returns
     force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -115,12 +114,12 @@ def edge_force(
     With g = edge_gradient of an edge, F_a is the sum of g over the edges with centre a, minus the sum
     of g over the edges with neighbour a.
 
-    Differentiable to any order in edge_gradient, in reverse and in forward mode. The values of a
-    masked edge are never used, and every derivative there is exactly 0. Deterministic.
+    Differentiable to any order in edge_gradient, in reverse and forward mode. Values of a masked edge
+    are never used, and every derivative there is exactly 0. Deterministic.
 
-    An entry < -1 or >= natoms is an error on the CPU. On CUDA the force on the atom at the edge's
-    other end becomes NaN, or that on atom 0 if neither entry names an atom. With CALCOPS_CHECK=1 in
-    the environment it is an error on CUDA too, but each call then waits for the GPU.
+    An entry < -1 or >= natoms is an error on the CPU. On CUDA it makes the force on the atom at the
+    edge's other end NaN, or that on atom 0 if neither entry names an atom; with CALCOPS_CHECK=1 in
+    the environment, which makes each call wait for the GPU, it is an error there too.
     """
 
 def edge_force_virial(
@@ -136,22 +135,21 @@ def edge_force_virial(
     """Force, virial and per-atom virial from the gradients of the energy along the edges of a graph.
 
     edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
-                   Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+                   Row 0 is the centre i, row 1 the neighbour j, from 0; edges in any order. -1 in either
                    row masks the edge.
     edge_gradient  [E, 3]; float32 or float64. The derivative dE/d(edge_vec), energy/length, with
-                   edge_vec = r_j - r_i (plus the shift of a periodic image). A contiguous [3, E],
-                   transposed, is not copied on the CPU.
+                   edge_vec = r_j - r_i (plus the shift of a periodic image). The transpose of a
+                   contiguous [3, E] isn't copied on the CPU.
     edge_vec       [E, 3]; like edge_gradient. The vector r_j - r_i (plus the shift), length.
-    natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
+    natoms         0 to 2^40. Number of atoms in all frames, including ghosts.
     batch          [natoms]; int32 or int64 read as int64; entries 0 <= frame < nframes at atom. The
                    frame of each atom, in any order. None: all atoms are in frame 0. torch.vmap joins
-                   its items to one call where batch is given, for example as zeros.
-    nframes        0 to 2^40. Number of frames, at least 1 where batch is None and there are atoms.
+                   its items into one call if batch is given, for example as zeros.
+    nframes        0 to 2^40. Number of frames, at least 1 if batch is None and there are atoms.
     edge_order     [natoms + 2E]; int32; E < 2^30.
                    The result of edge_order(edge_index, natoms). None: each call on CUDA sorts the edges
-                   itself. CPU kernels ignore this argument. With the edge_order of another graph,
-                   forces are wrong on CUDA. It is an error on either device with CALCOPS_CHECK=1.
-                   E must be below 2^30, as for calcops::edge_order.
+                   itself. CPU kernels ignore this argument. The order of another graph gives wrong
+                   forces on CUDA, or an error on either device with CALCOPS_CHECK=1.
 
     Returns
     force          [natoms, 3]; like edge_gradient. Energy/length.
@@ -159,12 +157,12 @@ def edge_force_virial(
     atom_virial    [natoms, 3, 3]; like edge_gradient. Energy.
 
     With g = edge_gradient of an edge, virial[a][b] is the sum of -g[a] edge_vec[b] over the edges of
-    a frame. atom_virial gives each edge's term to the neighbour j. Stress is -virial / volume.
+    a frame. atom_virial assigns each edge's term to the neighbour j. Stress is -virial / volume.
 
     Differentiable to any order in edge_gradient and edge_vec through all three outputs, in reverse
-    and in forward mode. Masked edges, wrong entries and determinism: as for calcops::edge_force. On
-    CUDA, the atom_virial of an atom and the virial of its frame become NaN with its force. A wrong
-    frame in `batch` makes the virials of all frames NaN there.
+    and forward mode. Masked edges, wrong entries and determinism are as in calcops::edge_force. If an
+    atom's force becomes NaN on CUDA, so do its atom_virial and the virial of its frame. A wrong frame
+    in `batch` makes the virials of all frames NaN there.
     """
 
 def edge_order(
@@ -174,18 +172,18 @@ def edge_order(
     """Edges sorted by atom. Saves edge_force and edge_force_virial work on CUDA.
 
     edge_index     [2, E]; int32 or int64; entries -1 or 0 <= i < natoms at edge.
-                   Row 0 the centre i, row 1 the neighbour j, 0-based; edges in any order. -1 in either
+                   Row 0 is the centre i, row 1 the neighbour j, from 0; edges in any order. -1 in either
                    row masks the edge.
-    natoms         0 to 2^40. Number of atoms of all frames together, ghosts included.
+    natoms         0 to 2^40. Number of atoms in all frames, including ghosts.
 
     Edge e has two ends: number e at its centre, number E + e at its neighbour.
 
-    Returns int32 [natoms + 2E] in two parts. The second part [2E] has the ends in groups: those at
-    atom 0, those at atom 1 and so on, each group in rising order. Behind the last group, -1 stands
-    for both ends of every edge that is masked or wrong. The first part [natoms] has the end of each
-    atom's group: the position in the second part just behind the group.
+    Returns int32 [natoms + 2E] in two parts. The second part [2E] groups the ends by atom, from atom
+    0 on, each group in rising order. After the last group come -1 for both ends of every edge that is
+    masked or wrong. The first part [natoms] says where each atom's group ends: the position in the
+    second part just after it.
 
-    E must be below 2^30. torch.export needs this bound of a dynamic E: Dim("E", max=2**30 - 1).
+    E must be below 2^30. For a dynamic E, torch.export needs that bound: Dim("E", max=2**30 - 1).
     """
 
 def neighbor_index(
@@ -196,17 +194,17 @@ def neighbor_index(
 
     list_neigh   [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64;
                  entries -1 or 0 <= j < n + nghost at frame, atom, slot;
-                 n*K < 2^32 on CUDA. Number of the neighbour within the frame, from 0:
+                 n*K < 2^32 on CUDA. Index of the neighbour within the frame, from 0:
                  the n local atoms, then the nghost ghosts. -1 marks an empty slot, anywhere in a row.
-                 A row may name an atom several times, and also its own atom (a periodic image).
+                 A row may name an atom several times, even its own (a periodic image).
     nghost       0 to 2^40. Number of ghost atoms.
 
     Slot s of row i has the number i*K + s.
 
-    Returns int32 [B, n + nghost + n*K] in two parts. The second part [B, n*K] has the slots in
-    groups: those that name atom 0, those that name atom 1 and so on, each group in rising order.
-    Behind the last group, -1 stands for every slot that names no atom. The first part [B, n + nghost]
-    has the end of each atom's group: the position in the second part just behind the group.
+    Returns int32 [B, n + nghost + n*K] in two parts. The second part [B, n*K] groups the slots by the
+    atom that they name, from atom 0 on, each group in rising order. After the last group comes a -1
+    for every slot that names no atom. The first part [B, n + nghost] says where each atom's group
+    ends: the position in the second part just after it.
     """
 
 def warp_perspective(
@@ -224,55 +222,55 @@ def warp_perspective(
     image          any shape; uint8, uint16, int16, float16, bfloat16, float32 or float64. Of shape
                    [..., C, H, W] or [H, W], with any strides.
     warp           any shape; float32 or float64 read as float64. Of shape [..., 3, 3]. It maps
-                   (x, y, 1) of the source to the destination. A common factor of its entries has no
-                   effect but for rounding.
+                   (x, y, 1) of the source to the destination. Scaling the matrix changes nothing but
+                   rounding.
     dsize          Size of the result as (height, width), both at least 0, or empty for (H, W). cv2's
                    dsize is (width, height).
-    interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is that of Keys with
-                   a = -0.75. "nearest" rounds the position half to even.
+    interpolation  "linear", "cubic" or "nearest". The kernel of "cubic" is Keys's with a = -0.75.
+                   "nearest" rounds the position half to even.
     border_mode    "constant", "replicate", "reflect", "wrap", "reflect_101" or "transparent". Pixels
                    around an image a b c d: "constant" v v|a b c d|v v, "replicate" a a|a b c d|d d,
                    "reflect" b a|a b c d|d c, "wrap" c d|a b c d|a b, "reflect_101" c b|a b c d|c b,
                    "transparent": a pixel whose source is outside keeps its value in `destination`.
-                   Outside is below 0 or above W - 1 or H - 1, for "nearest" after rounding. cv2 also
-                   writes some pixels whose source is less than two pixels outside. The taps of "cubic"
-                   that are outside are those of "reflect_101", as in OpenCV 4.
-    border_value   The v of border_mode: a float for all channels, or a list with one for each. None or
-                   [] is 0. It is converted to image's dtype.
+                   Outside means below 0 or above W - 1 or H - 1, after rounding for "nearest". cv2 also
+                   writes some pixels whose source is less than two pixels outside. Where taps of
+                   "cubic" are outside, "reflect_101" supplies them, as in OpenCV 4.
+    border_value   The v of border_mode: one float for all channels, or a list with one for each. None
+                   or [] is 0. It is converted to image's dtype.
     inverse_map    True if warp maps the destination to the source (cv2.WARP_INVERSE_MAP).
-    destination    any shape; like image. It has the shape of the result, and is given if border_mode is
+    destination    any shape; like image. Of the result's shape; required if border_mode is
                    "transparent". It is copied, not written to.
 
     Returns
     result         any shape; like image. Of shape [..., C, height, width], or [..., height, width] if
                    image is [H, W].
 
-    Images and matrices may have any dimensions `...` before their own, such as [N] or
-    [videos, frames]. These are the same for both, and for the result. If image or warp has none, or a
-    single one of size 1, it serves all of the other.
+    Images and matrices may have leading dimensions `...`, such as [N] or [videos, frames], which must
+    agree and are those of the result. If image or warp has none, or a single one of size 1, it serves
+    all items of the other.
 
-    The source of a pixel of the result is the position in the image that the matrix gives for the
-    pixel. There is no source if that position is not finite or its homogeneous coordinate is 0. No
-    pixel has a source if warp is zero or not finite, if the image has no pixels, or if warp must be
-    inverted and is singular, or so near to it that rounding decides. A pixel without a source is
-    border_value, or the value in destination, and its gradients are exactly 0.
+    The source of a result's pixel is the position in the image to which the matrix maps it. There is
+    none if that position isn't finite or its homogeneous coordinate is 0. No pixel has a source if
+    warp is zero or not finite, if the image has no pixels, or if warp must be inverted but is
+    singular, or so nearly singular that rounding decides. A pixel without a source gets border_value,
+    or the value in destination, and its gradients are exactly 0.
 
     Sources are computed in float64. Coordinates up to 10^4 are right to 1e-8 pixels, unless warp is
-    nearly singular. Larger ones are less accurate near the horizon, where their error grows as their
+    nearly singular. Larger ones are less accurate near the horizon, where the error grows with their
     square. At the computed source, integers are the exact value rounded half to even. For images in
     [0, 1], float32 differs from the exact value by at most 2.4e-7, or 1e-6 if cubic.
 
-    The taps of a pixel are the image's pixels that are weighted and summed. A tap of weight zero is
-    not used: an identity map keeps NaN and infinity in their pixels.
+    A pixel's taps are the image pixels that are weighted and summed for it. Taps of weight zero
+    aren't used, so an identity map keeps NaN and infinity in their pixels.
 
-    Differentiable to any order in a floating image, in warp and in destination, in reverse and in
-    forward mode. "nearest" is piecewise constant: its gradient for warp is 0. "linear" has a kink at
-    each pixel centre. Its derivative there is that towards larger x and y. With "transparent", the
-    last column has that towards smaller x, and the last row that towards smaller y.
+    Differentiable to any order in a floating image, in warp and in destination, in reverse and
+    forward mode. "nearest" is piecewise constant, so its gradient for warp is 0. "linear" has a kink
+    at each pixel centre; the derivative there is the one towards larger x and y. With "transparent",
+    it is the one towards smaller x in the last column, and smaller y in the last row.
 
-    Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is summed in
-    integers, in units of the largest upstream gradient in it. Meanwhile it takes 16.25 bytes of memory
-    for each number of the image, as four images of float32. Derivatives beyond the first also call
+    Deterministic on the CPU and on CUDA. On CUDA, the gradient for a channel of the image is summed
+    in integers, in units of the channel's largest upstream gradient. This takes 16.25 bytes for each
+    number of the image, as much as four float32 images. Second and higher derivatives also call
     PyTorch's operators. Autocast changes nothing.
     """
 
@@ -285,20 +283,20 @@ def calculateForce(
 ) -> list[Tensor]:
     """Force on every atom: the caller's centre term plus the forces of the pairs on the neighbours.
 
-    list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
+    list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As in calcops::force.
     dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
                 dE_tot/dRi, energy.
-    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i, 1/length.
-    F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. The
-                tensor is not changed.
+    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
+                atom, 1/length.
+    F           [B, n, 3]; like dE. The centre term, usually -(dE @ Ri_d) summed over the slots. It
+                isn't changed.
     nghost      None or an integer tensor of one element, which is read on the host. Under
                 torch.compile, export and vmap, call calcops::force or calcops::force_virial instead,
                 whose nghost is an int.
 
     Returns a list of one tensor, [force [B, n + nghost, 3]], energy/length. The force on an atom is F
-    (0 for ghosts) plus the sum of g over the slots that name the atom. g is the force of a pair, as
-    in calcops::force. The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same
-    operator.
+    (0 for ghosts) plus the sum of g over the slots that name the atom, with g as in calcops::force.
+    The tensor shares no memory with F. CalcOps_cuda and CalcOps_cpu hold the same operator.
     """
 
 def calculateVirial(
@@ -310,11 +308,12 @@ def calculateVirial(
 ) -> list[Tensor]:
     """Virial and per-atom virial as rows of nine. Rij comes before Ri_d, unlike in force_virial.
 
-    list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As for calcops::force.
+    list_neigh  [B, n, K] or [B, n, T, M] with K = T*M; int32 or int64. As in calcops::force.
     dE          [B, n, K, 4], [B, n, 1, 4K] or [B, n, 4K]; float32 or float64. The derivative
                 dE_tot/dRi, energy.
     Rij         [B, n, K, 3]; like dE. The vector r_j - r_i, length.
-    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i, 1/length.
+    Ri_d        [B, n, 4K, 3] or [B, n, K, 4, 3]; like dE. The derivative dRi/dr_i for the centre
+                atom, 1/length.
     nghost      None or an integer tensor of one element, which is read on the host. Under
                 torch.compile, export and vmap, call calcops::force or calcops::force_virial instead,
                 whose nghost is an int.

@@ -321,7 +321,7 @@ class Checks:
         if "energies" not in getattr(self.calculator, "implemented_properties", ()):
             raise Skipped("not implemented: the energies of atoms")
         error = abs(atoms.get_potential_energies().sum() - atoms.get_potential_energy())
-        return error, self.bounds["energy"], "eV, energies of atoms beside the energy"
+        return error, self.bounds["energy"], "eV, the sum of the atoms' energies against the energy"
 
     def forces(self):
         """Compare forces with differences of the energy along random directions."""
@@ -334,7 +334,7 @@ class Checks:
             actual = -np.sum(self.reference["forces"] * direction)
             bound = error + self.bounds["forces"] * np.linalg.norm(direction)
             results.append((abs(actual - expected), bound))
-        return *worst(results), "eV/A, forces beside differences of the energy"
+        return *worst(results), "eV/A, forces against differences of the energy"
 
     def stress(self):
         """Compare the stress with differences of the energy by strain, over the volume."""
@@ -356,7 +356,7 @@ class Checks:
         bounds = errors + self.bounds["stress"]
         differences = abs(actual - expected)
         worst = max(range(6), key=lambda k: ratio(differences[k], bounds[k]))
-        message = f"eV/A^3, {kVoigt[worst]} beside differences of the energy"
+        message = f"eV/A^3, {kVoigt[worst]} against differences of the energy"
         if differences[worst] > bounds[worst]:
             message += mistake(stress, expected, volume)
         return differences[worst], bounds[worst], message
@@ -370,8 +370,9 @@ class Checks:
     def slope(self, function):
         """Return the derivative of an energy at 0, and its error, by differences.
 
-        The steps of formulas of sixth order are halved. With long steps the function is no
-        polynomial, with short ones its noise is large: the changes from step to step tell.
+        Formulas of sixth order are tried with ever shorter steps. Long steps leave the range in
+        which the function is a polynomial, and short ones amplify its noise. The step counts at
+        which the slope changes least.
         """
         steps = 0.08 / 2.0 ** np.arange(10)
         slopes = np.array([(function(step) - function(-step)) / (2 * step) for step in steps])
@@ -432,7 +433,7 @@ class Checks:
         return self.compared(properties, "of two cells")
 
     def other_vectors(self):
-        """Describe the same lattice by other vectors."""
+        """Describe the same lattice with other vectors."""
         axes = np.flatnonzero(self.needed_periodicity())
         if len(axes) == 1:
             raise Skipped("only one direction is periodic")
@@ -441,7 +442,7 @@ class Checks:
         cell[i] += cell[j]
         other = self.atoms.copy()
         other.set_cell(cell)
-        return self.compared(self.properties(other), "of the same lattice by other vectors")
+        return self.compared(self.properties(other), "of the same lattice with other vectors")
 
     def open_vectors(self):
         """Lengthen the cell vectors along which the structure is not periodic."""
@@ -744,9 +745,9 @@ def main():
     parser = argparse.ArgumentParser(prog="calcops check", description=__doc__.splitlines()[0])
     parser.add_argument("calculator", help="module:name, file.py:name, or a package: model.pt2")
     parser.add_argument("structure", help="a file that ASE reads; the last frame counts")
-    parser.add_argument("--only", nargs="+", choices=kChecks, help="some of the checks")
-    parser.add_argument("--seed", type=int, default=0, help="of the random moves")
-    parser.add_argument("--plot", metavar="drift.png", help="draw the energy in dynamics")
+    parser.add_argument("--only", nargs="+", choices=kChecks, help="run only these checks")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moves")
+    parser.add_argument("--plot", metavar="drift.png", help="plot the energy during dynamics")
     options = parser.parse_args()
     failed = []
     try:

@@ -143,7 +143,7 @@ class BatchList:
         """Return the pairs within the cutoff as NeighbourList.near_pairs of ../ase does.
 
         Raises:
-            ValueError: two atoms of a system are in one place.
+            ValueError: two atoms of a system are in the same place.
         """
         arguments = positions, self.list_neigh, self.image, self.offset, self.cutoff
         results = near_pairs_of(arguments, self.slots)
@@ -155,8 +155,8 @@ class BatchList:
             first = (self.system_idx < system).sum().item()
             one, other = sorted((i - first, near[i, slot].item() - first))
             raise ValueError(
-                "CalcOps: expected atoms apart from one another, "
-                f"got atoms {one} and {other} of system {system} in one place"
+                "CalcOps: expected atoms in different places, "
+                f"got atoms {one} and {other} of system {system} in the same place"
             )
         return results
 
@@ -212,7 +212,7 @@ class CalcOpsModel(ModelInterface):
 
         Raises:
             ValueError: the model does not have an element, or a system cannot be searched, or two
-                of its atoms are in one place, or its results are not finite.
+                of its atoms are in the same place, or its results are not finite.
         """
         neighbours = self.neighbours
         neighbours.update(state)

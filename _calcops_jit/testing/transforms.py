@@ -127,7 +127,7 @@ def check_precision(call: Call) -> None:
     exact = call.converted(torch.float64)
     inexact = [name for name, x in call.floats.items() if x.dtype != torch.float64]
     if not exact or not inexact or call.op.is_composition:
-        raise Unchecked("no dtypes beside float64, or PyTorch's precision")
+        raise Unchecked("no dtypes other than float64, or PyTorch's precision")
     got, roundings = with_gradients(call), {}
     for name, x in with_gradients(exact).items():
         if not x.is_floating_point():
@@ -161,7 +161,7 @@ def check_empty_slots(call: Call) -> None:
     call = moved(call, 1)  # numbers that are not zero
     dead = _switched_off(call)
     if not any(mask.any() for mask in dead.values()):
-        raise Unchecked("no entry of -1 beside numbers of its slot")
+        raise Unchecked("no entry of -1 whose slot has numbers")
 
     def filled(number: float) -> Call:
         numbers = {name: torch.where(dead[name], number, call.tensors[name]) for name in dead}

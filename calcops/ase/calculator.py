@@ -242,7 +242,7 @@ class CalcOps(Calculator):
             frame: its number in a batch.
 
         Raises:
-            ValueError: two atoms are in one place, or the model does not have an element.
+            ValueError: two atoms are in the same place, or the model does not have an element.
         """
         where = "" if frame is None else f" in frame {frame}"
         types = self.type_of[atoms.numbers]
@@ -264,8 +264,8 @@ class CalcOps(Calculator):
             is_zero = (near >= 0) & (Rij.square().sum(-1) == 0)
             i, slot = is_zero.nonzero()[0].tolist()
             raise ValueError(
-                "CalcOps: expected atoms apart from one another, "
-                f"got atoms {i} and {near[i, slot]} in one place{where}"
+                "CalcOps: expected atoms in different places, "
+                f"got atoms {i} and {near[i, slot]} in the same place{where}"
             )
         types = torch.as_tensor(types, device=self.device)
         self.trained_range.check(types, near, Rij, count, nearest)

@@ -6,7 +6,7 @@ import torch
 
 
 class TrainedRange:
-    """Warns once of too many neighbours of an atom, and once of too short a pair.
+    """Warns once about too many neighbours of an atom, and once about too short a pair.
 
     Args:
         model: it may have `sel`, the most neighbours of each type that it takes into account, and
@@ -20,7 +20,7 @@ class TrainedRange:
         self.shortest = getattr(model, "shortest", None)
 
     def check(self, types, near, Rij, count, nearest):
-        """Warn of a structure.
+        """Warn about a structure.
 
         Args:
             types: [n].
@@ -38,7 +38,7 @@ class TrainedRange:
             self.check_lengths(types, near, r2)
 
     def check_counts(self, types, near):
-        """Warn of more neighbours of a type than `sel`."""
+        """Warn about more neighbours of a type than `sel`."""
         kind = torch.where(near >= 0, types[near.clamp(min=0)], -1)
         for t, allowed in enumerate(self.sel):
             count, atom = (kind == t).sum(-1).max(0)
@@ -55,7 +55,7 @@ class TrainedRange:
             return
 
     def check_lengths(self, types, near, r2):
-        """Warn of a pair shorter than any of its types in training, from r^2 [n, K]."""
+        """Warn about a pair shorter than any of its types in training, from r^2 [n, K]."""
         shortest = self.shortest.to(r2)
         limit = shortest[types.unsqueeze(-1), types[near.clamp(min=0)]]
         is_short = r2 < limit.square() * (1 - 1e-6)  # rounding of a text

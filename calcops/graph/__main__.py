@@ -51,9 +51,9 @@ def main():
     """Read the command line; write the file."""
     parser = argparse.ArgumentParser(prog="calcops graph", description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=["mace", "sevennet"])
-    parser.add_argument("model", help="the model's file; for SevenNet also a name")
-    parser.add_argument("file", type=Path, help="to write; it ends in .pt")
-    parser.add_argument("--head", help="of a MACE model that has several")
+    parser.add_argument("model", help="the model's file, or a name for SevenNet")
+    parser.add_argument("file", type=Path, help="the file to write, ending in .pt")
+    parser.add_argument("--head", help="which head of a MACE model with several")
     parser.add_argument("--dtype", choices=["float64", "float32"], default="float64")
     options = parser.parse_args()
     model = load(options.kind, options.model, options.head)

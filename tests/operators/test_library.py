@@ -83,6 +83,16 @@ def test_generated_documentation_is_up_to_date(monkeypatch):
     assert [name(path) for path in generate_docs.stale()] == [], "make docs"
 
 
+@pytest.mark.parametrize("page", ["ops/README.md", "calcops/ops/README.md"])
+def test_a_reference_page_describes_an_argument_once_in_the_same_words(page):
+    text = (ROOT / page).read_text().partition("## Reference")[2].partition("### `calculate")[0]
+    text = re.sub(r"^Returns\n(.+\n)+", "", text, flags=re.MULTILINE)
+    entries = re.findall(r"^\w+  +(?:\[|\d+ to ).+(?:\n .+)*", text, re.MULTILINE)
+    descriptions = [" ".join(entry.split()) for entry in entries]
+    assert len(descriptions) > 10
+    assert len(set(descriptions)) == len(descriptions)
+
+
 def test_every_operator_is_documented():
     public = [getattr(calcops_jit, name) for name in calcops_jit.__all__]
     operators = [x for x in public if isinstance(x, torch._ops.OpOverloadPacket)]
