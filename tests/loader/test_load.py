@@ -313,6 +313,20 @@ def test_ninja_that_pip_installed_for_the_user_is_found_without_path(tmp_path, m
     assert compile.find_ninja(SimpleNamespace(environment={})) == str(ninja)
 
 
+@pytest.mark.parametrize("path, found", [("bin", "bin"), (":/nowhere", None)])
+def test_ninja_on_path_is_absolute_and_not_that_of_the_current_folder(
+    tmp_path, monkeypatch, path, found
+):
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path / "bin", tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / "ninja").write_text("#!/bin/sh\n")
+        (folder / "ninja").chmod(0o755)
+    ninja = Path(compile.find_ninja(SimpleNamespace(environment={"PATH": path})))
+    assert ninja.is_absolute()
+    assert ninja.parent == tmp_path / found if found else ninja.parent != tmp_path
+
+
 # ---- compilers and linkers -----------------------------------------------------------------------
 
 
