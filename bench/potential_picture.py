@@ -100,7 +100,7 @@ def draw_sizes(panel):
     panel.minorticks_off()
     panel.set_xlim(None, 8 * atoms[-1])
     panel.set_xlabel("atoms of copper")
-    panel.set_ylabel("us per atom and step, one thread")
+    panel.set_ylabel("µs per atom and step, one thread")
     panel.grid(color="0.92")
 
 

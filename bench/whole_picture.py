@@ -18,9 +18,9 @@ PAGES = {"light": ("white", "#24292f"), "dark": ("#0d1117", "#e6edf3")}
 
 # (who, left, bottom, width, height, heading, lines)
 BOXES = [
-    (YOU, 0, 33, 19, 13, "neighbours", "edges of a graph\nor a padded list,\nwith ghost atoms"),
+    (PACKAGES, 0, 33, 19, 13, "neighbours", "edges of a graph\nor a padded list,\nwith ghost atoms"),
     (PACKAGES, 27, 33, 21, 13, "energy in PyTorch", "your own, or a file of\nNEP, Deep Potential,\nMACE, SevenNet"),
-    (OPERATORS, 56, 33, 21, 13, "edge_force_virial", "forces, virial, per-atom\nvirial; derivatives of\nany order"),
+    (OPERATORS, 56, 33, 21, 13, "edge_force_virial", "or force_virial: forces,\nvirial, per-atom virial;\nany derivatives"),
     (PACKAGES, 85, 33, 15, 13, "host", "ASE, LAMMPS,\ntorch-sim,\na C++ program"),
     (YOU, 0, 6, 19, 13, "source", "a contract in text,\na kernel in C++ or\nCUDA: ours or yours"),
     (LOADER, 27, 6, 21, 13, "loader", "compiles what has\nchanged, in a child\nprocess"),

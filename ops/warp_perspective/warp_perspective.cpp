@@ -70,8 +70,8 @@ void check(Value* arguments, Value* result_shapes) {
   result_shapes[0] = shape;
 }
 
-// (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, order_x, order_y,
-// output_mask)
+// (grad_result, image, warp, interpolation, border_mode, border_value, inverse_map, order_x,
+// order_y, output_mask)
 void check_backward(Value* arguments, Value*) {
   const Dimensions dims(arguments[1], arguments[2]);
   const Value& grad = arguments[0];
