@@ -13,10 +13,10 @@ A result is what a command has printed into a page, with a line about the run:
 
 PATHS are the files and folders that were measured, separated by spaces; they may be patterns such as
 `ops/*.h`. The first word at the end is the digest of their code, of the headers that they include, of
-the modules calcops.* or next to them that they import, of the program in COMMAND and of the compiler's flags. If the
-code has another digest now, the line ends with "earlier code". The loader and the runtime of
-contracts count only where PATHS has them. The second word is the digest of what was printed, which
-nobody may edit. Patterns are regular expressions that lines of the list or PATHS must match, so
+the modules that they import from calcops or their own folder, of the program in COMMAND, and of the
+module with the compiler's flags. If the code has another digest now, the line ends with "earlier
+code". The loader and the runtime of contracts count only where PATHS has them. The second word is the
+digest of what was printed, which nobody may edit. Patterns are regular expressions that lines of the list or PATHS must match, so
 "earlier" chooses all such results. A pattern that is the name of a result chooses only that one.
 
 A command may name variables of the environment, such as $GPUMD: what does not come with the project.

@@ -67,11 +67,10 @@ def draw(page):
         axes.text(middle, bottom + height - 4.6, lines, color=ink, fontsize=9.5, ha="center", va="top",
                   linespacing=1.25)  # fmt: skip
 
-    def arrow(begin, end, bend=0.0, color=ink):
-        connection = f"arc3,rad={bend}"
+    def arrow(begin, end, color=ink):
         axes.add_patch(
-            FancyArrowPatch(begin, end, connectionstyle=connection, arrowstyle="-|>",
-                            mutation_scale=14, color=color, linewidth=1.3, shrinkA=2, shrinkB=2)
+            FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=14, color=color,
+                            linewidth=1.3, shrinkA=2, shrinkB=2)
         )  # fmt: skip
 
     for begin, end, label, place in ARROWS:

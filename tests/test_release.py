@@ -40,9 +40,12 @@ def test_every_supported_python_is_tried():
 def test_links_of_a_published_page_are_absolute_and_code_stays_as_it_is():
     address = "https://host/owner/name/blob/v1"
     page = "[`a`](docs/a.md#b) [c](https://other/c) [d](#d) ![e](e.png) `x[0](y)`"
+    page += '<source srcset="docs/f.png"><img src="docs/g.png">'
     assert release.with_absolute_links(page, address) == (
         "[`a`](https://host/owner/name/blob/v1/docs/a.md#b) [c](https://other/c) [d](#d) "
         "![e](https://host/owner/name/raw/v1/e.png) `x[0](y)`"
+        '<source srcset="https://host/owner/name/raw/v1/docs/f.png">'
+        '<img src="https://host/owner/name/raw/v1/docs/g.png">'
     )
 
 

@@ -19,13 +19,13 @@ for path in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")]:
 RESULTS = results.results()
 # Names of other programs that no code here has.
 FOREIGN = {"grad_fn", "mixed_type", "model_devi", "read_restart", "numb_aparam", "numb_fparam"}
-SUFFIXES = "py md cpp cc cu h txt csv json toml yaml npz pt pt2 pth pb dp so out xyz extxyz silicon".split()
 # A link to a page whose label has a digit.
 LINK = re.compile(r"\[([^]\[`]*\d[^]\[`]*)\]\(([^)#\s]+\.md)[^)]*\)")
 CODE = (".py", ".pyi", ".cpp", ".cc", ".cu", ".h", ".toml", ".txt", ".ipynb", ".yml", ".silicon")
 
 
-def code_words():
+@pytest.fixture(scope="module")
+def words():
     """Return all words of the code."""
     words = set(re.findall(r"\w+", (ROOT / "Makefile").read_text()))
     for folder in results.FOLDERS:
@@ -33,11 +33,6 @@ def code_words():
             if path.suffix in CODE and path.is_file():
                 words |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return words | set(re.findall(r"\w+", (ROOT / "calcops_jit.py").read_text()))
-
-
-@pytest.fixture(scope="module")
-def words():
-    return code_words()
 
 
 def without_blocks(text):

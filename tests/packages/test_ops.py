@@ -70,16 +70,12 @@ def test_only_the_packages_that_call_the_operators_load_them():
 
 
 ONLY_ITS_EXTRA = """
-import importlib, importlib.metadata as metadata, os, re, sys, tomllib
+import importlib, importlib.metadata as metadata, os, sys, tomllib
 import torch, calcops.ops
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-
-def named(requirements, extra):
-    for text in requirements or ():
-        name, extras, marker = re.match(r"([\\w.-]+)(?:\\[([^]]*)\\])?[^;]*;?(.*)", text).groups()
-        if "extra ==" not in marker or re.search(f"extra == ['\\"]{extra}['\\"]", marker):
-            yield re.sub("[-_.]+", "-", name).lower(), (extras or "").split(",")
 
 def closure(name, extra, found):
     if (name, extra) in found:
@@ -90,14 +86,15 @@ def closure(name, extra, found):
         requirements = own if name == "calcops" else metadata.requires(name)
     except metadata.PackageNotFoundError:  # optional, or for another system
         return found
-    for other, extras in named(requirements, extra):
-        for each in extras:
-            closure(other, each, found)
+    for requirement in map(Requirement, requirements or ()):
+        if not requirement.marker or requirement.marker.evaluate({"extra": extra}):
+            for each in requirement.extras or [""]:
+                closure(canonicalize_name(requirement.name), each, found)
     return found
 
 class Missing:
     def find_spec(self, module, path=None, target=None):
-        names = {re.sub("[-_.]+", "-", name).lower() for name in distributions.get(module, ())}
+        names = set(map(canonicalize_name, distributions.get(module, ())))
         if names and not names & brought:
             raise ModuleNotFoundError(f"{module} is in no extra of this package")
 
